@@ -1,0 +1,1 @@
+"""autotp: automatic model-rewriting parallelism for PyTorch."""

@@ -1,0 +1,32 @@
+"""Every exception a user of autotp can meet.
+
+Each message says what happened, where (module path, file:line of the model's own code) and what to do next.
+"""
+
+
+class AutotpError(Exception):
+    """Base of all errors raised by autotp."""
+
+
+class CaptureError(AutotpError):
+    """The model could not be recorded."""
+
+
+class PlanError(AutotpError):
+    """No correct plan exists for what was asked."""
+
+
+class PolicyError(AutotpError):
+    """A policy is malformed, matches nothing, or contradicts the model's dataflow."""
+
+
+class PatchError(AutotpError):
+    """A module's own forward could not be rewritten at a call site."""
+
+
+class RankError(AutotpError):
+    """Ranks disagree, or another rank failed."""
+
+
+class VerifyError(AutotpError):
+    """A plan did not reproduce the unsharded model."""
