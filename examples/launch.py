@@ -1,0 +1,100 @@
+"""Start a script of ours over N processes and hear from them: torchrun with progress and results.
+
+The ranks speak to the launcher on stdout, one JSON object a line behind a mark; all else they print is kept and
+shown only when a run fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MARK = "@rank "
+
+
+class LaunchError(RuntimeError):
+    """A rank failed or the run took too long; the message carries the ranks' tracebacks, or the last they printed."""
+
+
+def say(**message: Any) -> None:
+    """From a rank to the launcher: a JSON-able message. `launch` returns those with `result=True`."""
+    # One write: lines of several ranks must not mix.
+    sys.stdout.write(f"{_MARK}{json.dumps({'rank': int(os.environ.get('RANK', '0')), **message})}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Around a rank's work: an exception reaches the launcher with its traceback before the rank ends."""
+    try:
+        yield
+    except BaseException:
+        say(error=traceback.format_exc())
+        raise
+
+
+def launch(
+    script: str,
+    args: list[str],
+    processes: int,
+    on_message: Callable[[dict[str, Any]], None] = lambda message: None,
+    timeout: float = 900,
+) -> list[dict[str, Any]]:
+    """Run `script args…` under torchrun in `processes` processes; their results, by rank.
+
+    Each message of a rank goes to `on_message` as it comes. Raises LaunchError when a rank fails, when one
+    gives no result, or after `timeout` seconds; no process is left running then.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    process = subprocess.Popen(
+        [*command, script, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        start_new_session=True,  # so that the ranks can be ended with their launcher
+    )
+    timer = threading.Timer(timeout, _end, [process])
+    timer.start()
+    results: dict[int, dict[str, Any]] = {}
+    errors: list[str] = []
+    printed: deque[str] = deque(maxlen=60)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith(_MARK):
+                printed.append(line)
+                continue
+            message = json.loads(line[len(_MARK) :])
+            if message.get("result"):
+                results[message["rank"]] = message
+            if "error" in message:
+                errors.append(f"rank {message['rank']}: {message['error']}")
+            on_message(message)
+        process.wait()
+        late = not timer.is_alive()
+    finally:
+        timer.cancel()
+        _end(process)
+    if late or process.returncode or len(results) != processes:
+        why = f"took more than {timeout:.0f} s" if late else f"ended with exit code {process.returncode}"
+        raise LaunchError(
+            f"{os.path.basename(script)} over {processes} processes {why}\n{''.join(errors or printed)}"
+        )
+    return [results[rank] for rank in range(processes)]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
