@@ -1,0 +1,264 @@
+"""Ints that remember the expression they came from.
+
+`view(b, s, self.num_heads, self.head_dim)` runs on local shapes only if `num_heads` becomes local. So while a model is
+recorded, its attributes and its tensors' sizes are `TrackedInt`s: ints in every respect, and each carries an `Expr` over
+module attributes (`Attr`) and tensor sizes (`Dim`). Arithmetic builds larger expressions. Where Python takes the bare
+value (a comparison, `math.sqrt`, `int()`), the number *escapes*: the place is written to the numbers' `EscapeLog`, if
+they have one. `range(n)` and indexing read an int subclass without asking it: those escapes cannot be seen.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from .sites import Frame, is_internal
+
+
+@dataclass(frozen=True)
+class Const:
+    """A number that is written in the code, or whose origin is unknown."""
+
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An int attribute of a module. `module`: its path; `name`: may be dotted, as in `config.num_attention_heads`."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Dim:
+    """The size of dim `index` (never negative) of the tensor that `node` (an `fx.Node`) stands for."""
+
+    node: Any
+    index: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """`op(left, right)`; `op` is a key of `OPS`."""
+
+    op: str
+    left: Expr
+    right: Expr
+
+
+Expr = Const | Attr | Dim | Bin
+
+
+def ceildiv(left: float, right: float) -> int:
+    """The quotient rounded up: exact for ints of any size, which `math.ceil(left / right)` is not."""
+    return -int(-left // right)
+
+
+OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "truediv": operator.truediv,
+    "pow": operator.pow,
+    "ceildiv": ceildiv,
+}
+
+
+def evaluate(
+    expr: Expr, attrs: Mapping[tuple[str, str], int], dims: Callable[[Dim], int] | None = None
+) -> Any:
+    """The value of `expr`.
+
+    attrs: values by (module path, attribute name). dims: gives the size a `Dim` stands for.
+    Raises KeyError for an attribute that `attrs` lacks, ValueError for a `Dim` when `dims` is None.
+    """
+    if isinstance(expr, Const):
+        return expr.value
+    if isinstance(expr, Attr):
+        return attrs[expr.module, expr.name]
+    if isinstance(expr, Dim):
+        if dims is None:
+            raise ValueError(f"{expr} needs `dims` to be evaluated")
+        return dims(expr)
+    return OPS[expr.op](evaluate(expr.left, attrs, dims), evaluate(expr.right, attrs, dims))
+
+
+def _leaves(expr: Expr, kind: type) -> set[Any]:
+    if isinstance(expr, Bin):
+        return _leaves(expr.left, kind) | _leaves(expr.right, kind)
+    return {expr} if isinstance(expr, kind) else set()
+
+
+def atoms(expr: Expr) -> set[Attr]:
+    """The module attributes in `expr`."""
+    return _leaves(expr, Attr)
+
+
+def dims_of(expr: Expr) -> set[Dim]:
+    """The tensor sizes in `expr`."""
+    return _leaves(expr, Dim)
+
+
+def expr_of(value: int | float) -> Expr:
+    """The expression a number carries; a plain number is a `Const`."""
+    return value.expr if isinstance(value, (TrackedInt, TrackedFloat)) else Const(value)
+
+
+def plain(value: Any) -> Any:
+    """The exact `int` or `float` in a tracked number (no escape is logged); any other value as it is."""
+    if isinstance(value, TrackedInt):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, TrackedFloat) else value
+
+
+class EscapeLog:
+    """Where the bare values of tracked numbers were read, as places in the model's own code."""
+
+    def __init__(self) -> None:
+        self.frames: dict[Attr | Dim, list[Frame]] = {}
+        self._seen: set[tuple[Attr | Dim, CodeType, int]] = set()
+
+    def note(self, expr: Expr, depth: int) -> None:
+        """Log that `expr` was read by the code `depth` calls above this one; library code is not the model's."""
+        frame = sys._getframe(depth)
+        if is_internal(frame.f_code):
+            return
+        found: set[Attr | Dim] = {*atoms(expr), *dims_of(expr)}
+        for atom in found:
+            key = (atom, frame.f_code, frame.f_lasti)
+            if key not in self._seen:
+                self._seen.add(key)
+                self.frames.setdefault(atom, []).append(Frame(frame.f_code, frame.f_lasti, frame.f_lineno))
+
+
+class TrackedInt(int):
+    """An int that carries the expression it was computed by.
+
+    value: the int. expr: its expression (left out: a `Const`). log: where its escapes are noted.
+    """
+
+    expr: Expr
+    log: EscapeLog | None
+
+    def __new__(cls, value: int, expr: Expr | None = None, log: EscapeLog | None = None) -> TrackedInt:
+        self = super().__new__(cls, value)
+        self.expr = Const(int.__int__(self)) if expr is None else expr
+        self.log = log
+        return self
+
+    def __copy__(self) -> TrackedInt:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrackedInt:
+        return self
+
+    def __reduce__(self) -> Any:  # what is written to disk is the number, not where it came from
+        return int, (plain(self),)
+
+    __hash__ = int.__hash__
+
+
+class TrackedFloat(float):
+    """A float that carries the expression it was computed by; see `TrackedInt`."""
+
+    expr: Expr
+    log: EscapeLog | None
+
+    def __new__(cls, value: float, expr: Expr | None = None, log: EscapeLog | None = None) -> TrackedFloat:
+        self = super().__new__(cls, value)
+        self.expr = Const(float.__float__(self)) if expr is None else expr
+        self.log = log
+        return self
+
+    def __ceil__(self) -> TrackedInt:
+        return TrackedInt(math.ceil(plain(self)), self._quotient("ceildiv"), self.log)
+
+    def __floor__(self) -> TrackedInt:
+        return TrackedInt(math.floor(plain(self)), self._quotient("floordiv"), self.log)
+
+    def _quotient(self, op: str) -> Bin:
+        if isinstance(self.expr, Bin) and self.expr.op == "truediv":
+            return Bin(op, self.expr.left, self.expr.right)
+        return Bin(op, self.expr, Const(1))
+
+    def __copy__(self) -> TrackedFloat:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrackedFloat:
+        return self
+
+    def __reduce__(self) -> Any:
+        return float, (plain(self),)
+
+    __hash__ = float.__hash__
+
+
+def _tracked(value: Any, expr: Expr, log: EscapeLog | None) -> Any:
+    if isinstance(value, int):
+        return TrackedInt(value, expr, log)
+    return TrackedFloat(value, expr, log) if isinstance(value, float) else value  # (-2) ** 0.5 is complex
+
+
+def _arithmetic(
+    base: type, name: str, op: Callable[[Any, Any], Any], *, reflected: bool
+) -> Callable[..., Any]:
+    fallback = getattr(base, f"__{'r' if reflected else ''}{name}__")
+
+    def method(self: Any, other: Any, *modulus: Any) -> Any:
+        if modulus or not isinstance(other, (int, float)):  # tensors, complex numbers, 3-argument pow
+            return fallback(plain(self), other, *modulus)
+        left, right = (other, self) if reflected else (self, other)
+        log = self.log if self.log is not None else getattr(other, "log", None)
+        return _tracked(op(plain(left), plain(right)), Bin(name, expr_of(left), expr_of(right)), log)
+
+    return method
+
+
+def _escaping(base: type, name: str) -> Callable[..., Any]:
+    read = getattr(base, name)
+
+    def method(self: Any, *others: Any) -> Any:
+        for number in (self, *others):
+            if isinstance(number, (TrackedInt, TrackedFloat)) and number.log is not None:
+                number.log.note(number.expr, depth=2)
+        return read(plain(self), *(plain(other) for other in others))
+
+    return method
+
+
+def _install() -> None:
+    arithmetic = ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow")
+    reads = (
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__divmod__",
+        "__round__",
+        "__trunc__",
+        "__abs__",
+    )
+    for tracked, base in ((TrackedInt, int), (TrackedFloat, float)):
+        for name in arithmetic:
+            setattr(tracked, f"__{name}__", _arithmetic(base, name, OPS[name], reflected=False))
+            setattr(tracked, f"__r{name}__", _arithmetic(base, name, OPS[name], reflected=True))
+        for name in reads:
+            setattr(tracked, name, _escaping(base, name))
+        tracked.__neg__ = lambda self: _tracked(-plain(self), Bin("sub", Const(0), self.expr), self.log)
+        tracked.__pos__ = lambda self: self
+
+
+_install()
