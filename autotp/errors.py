@@ -30,3 +30,19 @@ class RankError(AutotpError):
 
 class VerifyError(AutotpError):
     """A plan did not reproduce the unsharded model."""
+
+
+class LaunchError(AutotpError):
+    """The processes were not started as asked: no torchrun, or a world size that the degrees do not divide."""
+
+
+class LayoutError(AutotpError):
+    """A layout does not describe the tensor it is used on."""
+
+
+class LayerError(AutotpError):
+    """A leaf module cannot be split the way that was asked."""
+
+
+class ShardStateError(AutotpError):
+    """A sharded parameter is not what the model's shard state says it is."""

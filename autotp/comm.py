@@ -1,0 +1,362 @@
+"""Who the ranks are and how they talk: a process group, threads in one process, or nobody (shapes only).
+
+Nothing here is differentiable. Gradients belong to the typed arrows of `collectives.py`; a raw collective on
+a tensor that requires grad is refused, because its backward would be wrong without saying so.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import LaunchError, RankError
+
+T = TypeVar("T")
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Comm(ABC):
+    """`size` ranks, of which this is `rank`. Methods are collective: all ranks call them, in one order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The elementwise `op` ("sum", "max", "min") of all ranks' `x`, as a new tensor."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """All ranks' `x` joined along `dim` in rank order; rank r brings `sizes[r]` (they may differ)."""
+
+    @abstractmethod
+    def exchange(self, obj: T) -> list[T]:
+        """Every rank's (picklable) object, in rank order."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Rank `src`'s `x`, as a new tensor; the others' `x` gives shape and dtype."""
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The sum of all ranks' `x`, of which rank r keeps its `sizes[r]` along `dim`."""
+        return self.all_reduce(x).narrow(dim, sum(sizes[:self.rank]), sizes[self.rank]).clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        """Itself: copies of a model go on talking to the same peers."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+
+def _refuse_grad(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("a raw collective was called on a tensor that requires grad; its backward depends "
+                           "on what the result is used for: use an arrow of autotp.collectives (enter, ...).")
+
+
+# torch 2.13 renamed both and warns at the old names; 2.9 has only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---------------------------------------------------------------- processes
+class ProcessComm(Comm):
+    """The ranks of a `torch.distributed` process group (None: the default group)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        _refuse_grad(x)
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group)
+        return out
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        _refuse_grad(x)
+        front = x.movedim(dim, 0)
+        longest = max(sizes)
+        if front.shape[0] < longest:     # no backend gathers unequal sizes: pad to the longest, and cut after
+            front = torch.cat([front, front.new_zeros(longest - front.shape[0], *front.shape[1:])])
+        out = front.new_empty(longest * self.size, *front.shape[1:])
+        _all_gather_single(out, front.contiguous(), group=self.group)
+        if min(sizes) < longest:
+            out = torch.cat([out.narrow(0, r * longest, n) for r, n in enumerate(sizes)])
+        return out.movedim(0, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        _refuse_grad(x)
+        if min(sizes) < max(sizes):
+            return super().reduce_scatter(x, dim, sizes)
+        out = x.movedim(dim, 0).contiguous()
+        own = out.new_empty(sizes[0], *out.shape[1:])
+        _reduce_scatter_single(own, out, group=self.group)
+        return own.movedim(0, dim)
+
+    def exchange(self, obj: T) -> list[T]:
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, obj, group=self.group)
+        return out
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        _refuse_grad(x)
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(out, src=dist.get_global_rank(self.group, src) if self.group is not None else src,
+                       group=self.group)
+        return out
+
+
+# ---------------------------------------------------------------- nobody
+class ShapeComm(Comm):
+    """A rank without peers: results have the right shapes, the others' values are missing (taken as zero).
+
+    For fake and meta tensors, and, as `ShapeComm(0, 1)`, the exact communicator of a single process.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        _refuse_grad(x)
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        _refuse_grad(x)
+        shape = list(x.shape)
+
+        def zeros(n: int) -> Tensor:
+            shape[dim] = n
+            return x.new_zeros(shape)
+
+        return torch.cat([x if rank == self.rank else zeros(n) for rank, n in enumerate(sizes)], dim)
+
+    def exchange(self, obj: T) -> list[T]:
+        return [obj] * self.size
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x.clone()
+
+
+# ---------------------------------------------------------------- threads
+_COMBINE: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "sum": lambda xs: torch.stack(xs).sum(0),
+    "max": lambda xs: torch.stack(xs).amax(0),
+    "min": lambda xs: torch.stack(xs).amin(0),
+}
+
+
+class _Stopped(BaseException):
+    """Another rank failed: this one ends quietly (past any `except Exception`), that one reports."""
+
+
+class _Meeting:
+    """Where the threads of one simulation meet: each brings a value, the last one combines them for all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.brought: dict[int, tuple[str, Any]] = {}
+        self.round = 0
+        self.result: Any = None
+        self.gone: set[int] = set()              # ranks whose function has returned
+        self.failure: tuple[int, BaseException] | None = None     # the first one, with its rank
+
+    def meet(self, rank: int, what: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        with self.changed:
+            self._stop_if_failed()
+            self.brought[rank] = (what, value)
+            if len(self.brought) == self.size:
+                self._combine(rank, combine)
+            elif self.gone:
+                self._fail_waiting()
+                self._stop_if_failed()
+            else:
+                started = self.round
+                self.changed.wait_for(lambda: self.round > started or self.failure is not None)
+                # A failure after the round was completed belongs to the next meeting.
+                if self.round == started:
+                    self._stop_if_failed()
+            return self.result
+
+    def leave(self, rank: int) -> None:
+        """`rank` has returned: nobody may wait for it any more."""
+        with self.changed:
+            self.gone.add(rank)
+            if self.brought:
+                self._fail_waiting()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Rank `rank` met `error`: the others stop at their next meeting."""
+        with self.changed:
+            self.failure = self.failure or (rank, error)
+            self.changed.notify_all()
+
+    def _combine(self, rank: int, combine: Callable[[list[Any]], Any]) -> None:
+        calls = [self.brought[r] for r in range(self.size)]
+        try:
+            if len({what for what, _ in calls}) > 1:
+                said = "; ".join(f"rank {r} calls {what}" for r, (what, _) in enumerate(calls))
+                raise RankError(f"the ranks meet in different collectives: {said}. "
+                                "Every rank must run the same operations on the same shapes.")
+            with torch.no_grad():
+                self.result = combine([value for _, value in calls])
+        except Exception as error:
+            self.fail(rank, error)
+            raise
+        self.brought = {}
+        self.round += 1
+        self.changed.notify_all()
+
+    def _fail_waiting(self) -> None:
+        rank, (what, _) = next(iter(self.brought.items()))
+        self.fail(rank, RankError(f"rank {rank} waits in {what}, but rank {min(self.gone)} has already "
+                                  "returned; every rank must run the same collectives."))
+
+    def _stop_if_failed(self) -> None:
+        if self.failure is not None:
+            raise _Stopped from self.failure[1]
+
+
+class ThreadComm(Comm):
+    """One of the simulated ranks of `simulate`: exact, and checked (mismatched calls are errors)."""
+
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, size, meeting
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        _refuse_grad(x)
+        what = f"all_reduce({op}, {list(x.shape)}, {x.dtype})"
+        return self._meeting.meet(self.rank, what, x.detach(), _COMBINE[op]).clone()
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        _refuse_grad(x)
+        rest = [n for d, n in enumerate(x.shape) if d != dim % x.dim()]
+        if x.shape[dim] != sizes[self.rank]:
+            raise RankError(f"rank {self.rank} brings {x.shape[dim]} to an all_gather that expects "
+                            f"{sizes[self.rank]}")
+        what = f"all_gather(dim {dim % x.dim()}, sizes {list(sizes)}, others {rest}, {x.dtype})"
+        return self._meeting.meet(self.rank, what, x.detach(), lambda xs: torch.cat(xs, dim)).clone()
+
+    def exchange(self, obj: T) -> list[T]:
+        return list(self._meeting.meet(self.rank, "exchange", obj, list))
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        _refuse_grad(x)
+        what = f"broadcast({list(x.shape)}, {x.dtype}, from {src})"
+        return self._meeting.meet(self.rank, what, x.detach(), lambda xs: xs[src].clone()).clone()
+
+
+def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
+    """Run `fn(comm)` as `size` ranks, each in a thread of this process, and return the results in rank order.
+
+    Threads start with the caller's grad mode, and CPU backward runs in the thread that asks for it. The first
+    exception of a rank ends the others and is raised here, with a note that names the rank (Python 3.11).
+    torch's random generator is one for all threads: seeded randomness (dropout) is not reproducible in here.
+    """
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                results[rank] = fn(ThreadComm(rank, size, meeting))
+        except BaseException as error:
+            meeting.fail(rank, error)
+        else:
+            meeting.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if meeting.failure is not None:
+        rank, error = meeting.failure
+        if hasattr(error, "add_note"):
+            error.add_note(f"on rank {rank} of {size}")
+        raise error
+    return results
+
+
+# ---------------------------------------------------------------- starting and agreeing
+def attach(tp: int | None = None) -> Comm:
+    """The tensor-parallel ranks this process belongs to: `tp` consecutive ranks of the world (None: all).
+
+    Uses the running process group, else starts one from torchrun's environment: nccl where there is a GPU for
+    each process (it takes the one of its LOCAL_RANK), else gloo. `tp=1` needs neither.
+
+    Raises LaunchError when there is nothing to attach to or `tp` does not divide the world size.
+    """
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+            if tp == 1:
+                return ShapeComm(0, 1)
+            raise LaunchError(f"tp={tp or 'all'} needs several processes, and this one was started alone. "
+                              f"Run with: torchrun --nproc-per-node {tp or 'N'} your_script.py; for one "
+                              "process, use autotp.plan or autotp.verify.")
+        # On a machine with fewer GPUs than processes the ranks meet on the CPU.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    world = dist.get_world_size()
+    if tp is None or tp == world:
+        return ProcessComm()
+    if tp < 1 or world % tp:
+        raise LaunchError(f"tp={tp} does not divide the world size {world}. Start a multiple of {tp} "
+                          f"processes (torchrun --nproc-per-node {max(tp, 1)}), or choose a tp that divides {world}.")
+    own = None
+    for first in range(0, world, tp):            # every process takes part in making every group
+        group = dist.new_group(list(range(first, first + tp)))
+        if first <= dist.get_rank() < first + tp:
+            own = group
+    return ProcessComm(own)
+
+
+def agree(comm: Comm, outcome: str | BaseException) -> None:
+    """Make sure that all ranks stand at the same point with the same `outcome`, before anything irreversible.
+
+    `outcome` is a text that must be equal on all ranks (a digest or a printed plan), or the exception that this
+    rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the first one's
+    error, or with the ranks that differ and the first line in which they do. Never hangs while every rank calls it.
+    """
+    failed = isinstance(outcome, BaseException)
+    text = f"{type(outcome).__name__}: {outcome}" if failed else outcome
+    told = comm.exchange((failed, text))
+    failures = [(rank, said) for rank, (bad, said) in enumerate(told) if bad]
+    if failures:
+        ranks = ", ".join(str(rank) for rank, _ in failures)
+        message = f"failed on rank {ranks} of {comm.size}; rank {failures[0][0]} says: {failures[0][1]}"
+        raise RankError(message) from (outcome if isinstance(outcome, BaseException) else None)
+    groups: dict[Any, list[int]] = {}
+    for rank, (_, said) in enumerate(told):
+        groups.setdefault(said, []).append(rank)
+    if len(groups) > 1:
+        (one, one_ranks), (two, two_ranks) = list(groups.items())[:2]
+        raise RankError(f"the ranks disagree: rank {_names(one_ranks)} has {_difference(one, two)}, rank "
+                        f"{_names(two_ranks)} has {_difference(two, one)}. Give every rank the same model, "
+                        "inputs, policy and versions.")
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _difference(text: str, other: str) -> str:
+    """The first line of `text` that is not the same in `other`."""
+    lines, others = text.splitlines() or [""], other.splitlines() or [""]
+    for number, line in enumerate(lines):
+        if number >= len(others) or line != others[number]:
+            return repr(line) if len(lines) == 1 else f"{line.strip()!r} (line {number + 1})"
+    return f"nothing after line {len(lines)}"
