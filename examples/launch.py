@@ -1,14 +1,13 @@
 """Start a script of ours over N processes and hear from them: torchrun with progress and results.
 
-The ranks speak to the launcher on stdout, one JSON object a line behind a mark; all else they print is kept and
-shown only when a run fails.
+The ranks speak to the launcher on stdout, one JSON object a line behind a mark; all else they print is kept,
+and shown when a run fails.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ _MARK = "@rank "
 
 
 class LaunchError(RuntimeError):
-    """A rank failed or the run took too long; the message carries the ranks' tracebacks, or the last they printed."""
+    """A rank failed or took too long; the message carries tracebacks, or the last that ranks printed."""
 
 
 def say(**message: Any) -> None:
@@ -62,9 +61,14 @@ def launch(
         text=True,
         errors="replace",
         env={"OMP_NUM_THREADS": "1", **os.environ},
-        start_new_session=True,  # so that the ranks can be ended with their launcher
     )
-    timer = threading.Timer(timeout, _end, [process])
+    late = threading.Event()
+
+    def end_late() -> None:
+        late.set()
+        _end(process)
+
+    timer = threading.Timer(timeout, end_late)
     timer.start()
     results: dict[int, dict[str, Any]] = {}
     errors: list[str] = []
@@ -82,12 +86,15 @@ def launch(
                 errors.append(f"rank {message['rank']}: {message['error']}")
             on_message(message)
         process.wait()
-        late = not timer.is_alive()
     finally:
         timer.cancel()
         _end(process)
-    if late or process.returncode or len(results) != processes:
-        why = f"took more than {timeout:.0f} s" if late else f"ended with exit code {process.returncode}"
+    if late.is_set() or process.returncode or len(results) != processes:
+        why = (
+            f"took more than {timeout:.0f} s"
+            if late.is_set()
+            else f"ended with exit code {process.returncode}"
+        )
         raise LaunchError(
             f"{os.path.basename(script)} over {processes} processes {why}\n{''.join(errors or printed)}"
         )
@@ -95,6 +102,11 @@ def launch(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks: they are sessions of their own, which only torchrun ends, when asked."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(timeout=60)  # torchrun itself gives its ranks 30 s before it kills them
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
