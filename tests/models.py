@@ -460,7 +460,7 @@ MODELS: dict[str, Callable[..., Built]] = {
 
 
 def hard_inputs(name: str, inputs: Inputs) -> Inputs:
-    """The inputs with row 0 left-padded (right-padded for `NAN_WHEN_LEFT_PADDED`); unchanged without a mask."""
+    """The inputs with row 0 left-padded (right for `NAN_WHEN_LEFT_PADDED`); unchanged without a mask."""
     if name not in TEXT or name == "mamba":
         return inputs
     mask = torch.ones_like(inputs["input_ids"])
