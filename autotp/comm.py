@@ -315,7 +315,7 @@ def attach(tp: int | None = None) -> Comm:
         return ProcessComm()
     if tp < 1 or world % tp:
         raise LaunchError(f"tp={tp} does not divide the world size {world}. Start a multiple of {tp} "
-                          f"processes (torchrun --nproc-per-node {max(tp, 1)}), or choose a tp that divides {world}.")
+                          f"processes (torchrun --nproc-per-node N), or choose a tp that divides {world}.")
     own = None
     for first in range(0, world, tp):            # every process takes part in making every group
         group = dist.new_group(list(range(first, first + tp)))
@@ -325,11 +325,12 @@ def attach(tp: int | None = None) -> Comm:
 
 
 def agree(comm: Comm, outcome: str | BaseException) -> None:
-    """Make sure that all ranks stand at the same point with the same `outcome`, before anything irreversible.
+    """Make sure that all ranks stand at the same point with the same `outcome`, before what can't be undone.
 
-    `outcome` is a text that must be equal on all ranks (a digest or a printed plan), or the exception that this
-    rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the first one's
-    error, or with the ranks that differ and the first line in which they do. Never hangs while every rank calls it.
+    `outcome` is a text that must be equal on all ranks (a digest or a printed plan), or the exception that
+    this rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the first
+    one's error, or with the ranks that differ and the first line in which they do. Never hangs while every rank
+    calls it.
     """
     failed = isinstance(outcome, BaseException)
     text = f"{type(outcome).__name__}: {outcome}" if failed else outcome

@@ -33,7 +33,7 @@ class VerifyError(AutotpError):
 
 
 class LaunchError(AutotpError):
-    """The processes were not started as asked: no torchrun, or a world size that the degrees do not divide."""
+    """The processes were not started as asked: no torchrun, or a world size that tp does not divide."""
 
 
 class LayoutError(AutotpError):

@@ -67,6 +67,14 @@ def expand(layout: Layout, inner: int) -> Layout:
     return tuple(merge([(a * inner, b * inner) for a, b in ranges]) for ranges in layout)
 
 
+def shrink(layout: Layout, inner: int, what: str) -> Layout:
+    """The inverse of `expand`; LayoutError (naming `what`) when it cuts through a block of `inner`."""
+    bounds = [bound for ranges in layout for pair in ranges for bound in pair]
+    if any(bound % inner for bound in bounds):
+        raise LayoutError(f"the layout cuts through {what}: blocks of {inner} must stay together.")
+    return tuple(merge([(a // inner, b // inner) for a, b in ranges]) for ranges in layout)
+
+
 def fuse(*parts: tuple[Layout, int]) -> Layout:
     """The layout of concatenated dims: `fuse((q, q_size), (k, k_size), (v, v_size))` is `[Q | K | V]`."""
     fused: list[list[tuple[int, int]]] = [[] for _ in parts[0][0]]
@@ -193,8 +201,8 @@ class ParamLayout:
                 raise LayoutError(f"dim {dim} is not a dim of shape {tuple(self.shape)}; count dims from 0")
             check(layout, self.shape[dim], len(layout), f"dim {dim} of shape {tuple(self.shape)}")
         if len(self.dims) > 1 and not bool((self.counts > 0).all()):
-            raise LayoutError(f"the blocks of dims {sorted(self.dims)} do not cover {tuple(self.shape)}: two dims "
-                              "over the same ranks give only the diagonal blocks; shard one of them.")
+            raise LayoutError(f"the blocks of dims {sorted(self.dims)} do not cover {tuple(self.shape)}: two "
+                              "dims over the same ranks give only the diagonal blocks; shard one of them.")
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of this rank's part."""

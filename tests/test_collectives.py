@@ -188,7 +188,7 @@ def test_a_tie_of_extremes_shares_the_gradient():
 
 
 def test_gradcheck_of_the_replicated_function():
-    """x (whole) -> enter -> sharded work -> gather -> reduce, numerically differentiated on all ranks at once."""
+    """x (whole) -> enter -> sharded work -> gather -> reduce, checked numerically on all ranks at once."""
     layout = (((0, 2), (4, 5)), ((2, 4),))
     w = torch.randn(5, 3, dtype=torch.float64)
 
