@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.immutable_collections import immutable_dict
 
 from .errors import CaptureError
 from .ints import Attr, Dim
+from .nested import map_nodes, tensors_in
 from .sites import Frame, Site
 
 
@@ -21,8 +18,9 @@ from .sites import Frame, Site
 class ModuleCall:
     """One call of a submodule.
 
-    path: its name. args, kwargs, output: pytrees with `fx.Node`s for tensors. first, last: the indices in the graph of
-    the nodes recorded inside it (`last < first`: none). leaf: recorded as one node, `node`. site: where it was called.
+    path: its name. args, kwargs, output: pytrees with `fx.Node`s for tensors. first, last: the indices in the
+    graph of the nodes recorded inside it (`last < first`: none). leaf: recorded as one node, `node`. site:
+    the call itself.
     """
 
     path: str
@@ -37,13 +35,31 @@ class ModuleCall:
 
 
 @dataclass
+class FunctionCall:
+    """A call `function.apply(*args)` of an `autograd.Function`: `nodes` (`getitem`s left out) are what its
+    forward did. Its backward is its own, and may be another than that of its forward."""
+
+    function: Any
+    args: tuple[Any, ...]
+    nodes: list[fx.Node]
+
+    def result(self) -> fx.Node | None:
+        """The node that gives the call's result; None where that is not one tensor."""
+        inside = set(self.nodes)
+        used = [node for node in self.nodes if any(user not in inside for user in node.users)]
+        return used[0] if len(used) == 1 else None
+
+
+@dataclass
 class CapturedGraph:
     """A model run, recorded.
 
-    graph: every torch call, in order. skeleton: the fake clone that ran. inputs: the inputs used. calls: every submodule
-    call, in the order they began. output: the model's output with nodes in place of tensors (what is neither data nor a
-    container, such as a cache, is None). constants: by `get_attr` target, tensors made outside the model. escapes: by
-    module attribute, where its bare value was read; size_escapes: the same by tensor size. training: the mode it ran in.
+    graph: every torch call, in order. skeleton: the fake clone that ran, as it was before the run. inputs:
+    the inputs used. calls: every submodule call, in the order they began. output: the model's output with
+    nodes in place of tensors (what is neither data nor a container, such as a cache, is None). constants: by
+    `get_attr` target, tensors made outside the model. attributes: what each tracked attribute is, by module
+    path and name. escapes: by module attribute, where its bare value was read; size_escapes: the same by
+    tensor size. training: the mode it ran in.
     """
 
     graph: fx.Graph
@@ -52,170 +68,162 @@ class CapturedGraph:
     calls: list[ModuleCall]
     output: Any
     constants: dict[str, torch.Tensor]
+    attributes: dict[tuple[str, str], int]
     escapes: dict[Attr, list[Frame]]
     size_escapes: dict[Dim, list[Frame]]
     training: bool
+    _checked: set[Any] = field(default_factory=set, repr=False)
 
-    def run(self, model: nn.Module, **inputs: Any) -> Any:
-        """Replay the graph on `model`'s parameters; the batch and sequence length may differ from the capture's.
+    def run(self, model: nn.Module, /, **inputs: Any) -> Any:
+        """Replay the graph on `model`'s parameters; batch and sequence length may differ from the capture's.
 
-        Gives what `model(**inputs)` gives, bit for bit, caches left out. Raises CaptureError where `inputs` or the mode
-        `model` is in would take the model's Python another way than the one recorded.
+        Gives what `model(**inputs)` gives, bit for bit, caches left out. At sizes not seen before the
+        skeleton is captured once more and compared. Raises CaptureError where the inputs, their sizes or the
+        model's mode would take its Python another way than the one recorded, and under autograd where an
+        `autograd.Function` gives several tensors.
         """
         if model.training != self.training:
+            mode = "train" if self.training else "eval"
             raise CaptureError(
-                f"The graph was captured in {'train' if self.training else 'eval'} mode and the model is in the other: "
-                f"call model.{'train' if self.training else 'eval'}(), or capture again."
+                f"The graph was captured in {mode} mode, the model is in the other. Call model.{mode}(), or "
+                "capture again."
             )
-        check_same_call(self.inputs, inputs)
-        values: dict[fx.Node, Any] = {}
+        self._check_call(inputs)
         given = dict(tensors_in(inputs))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        last_use = self._last_uses()
+        values: dict[fx.Node, Any] = {}
+        last_uses = self._last_uses()
         for node in self.graph.nodes:
             if node.op == "output":
+                break
+            function = node.meta.get("custom_grad")
+            if function is not None and torch.is_grad_enabled():
+                if node is function.nodes[-1]:
+                    values[_only_result(function)] = function.function.apply(
+                        *map_nodes(function.args, values.__getitem__, device)
+                    )
                 continue
+            # Each call runs as it was made, under no_grad or not.
             with torch.set_grad_enabled(torch.is_grad_enabled() and node.meta.get("grad_enabled", True)):
                 values[node] = self._step(node, model, given, values, device)
-            for done in last_use.get(node, ()):
-                del values[done]
+            for used in last_uses.get(node, ()):
+                values.pop(used, None)
         return map_nodes(self.output, values.__getitem__)
 
     def _step(
         self,
         node: fx.Node,
         model: nn.Module,
-        given: dict[str, Any],
+        given: dict[str, torch.Tensor],
         values: dict[fx.Node, Any],
         device: torch.device,
     ) -> Any:
+        target: Any = node.target
         if node.op == "placeholder":
-            return given[str(node.target)]
+            return given[target]
         if node.op == "get_attr":
-            return (
-                self._tensor(model, node).to(device)
-                if node.target in self.constants
-                else _get(model, node.target)
-            )
+            if target in self.constants and "attribute" not in node.meta:
+                return self.constants[target].to(device)
+            return _reach(model, node.meta.get("attribute", target))
         args = map_nodes(node.args, values.__getitem__, device)
         kwargs = map_nodes(node.kwargs, values.__getitem__, device)
-        if node.op == "call_module":
-            return model.get_submodule(str(node.target))(*args, **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-    def _tensor(self, model: nn.Module, node: fx.Node) -> torch.Tensor:
-        """A constant; where it is a plain attribute of a module, the one `model` has."""
-        held = node.meta.get("attribute")
-        constant = self.constants[str(node.target)]
-        return constant if held is None else _get(model, held)
+        function = model.get_submodule(target) if node.op == "call_module" else target
+        return function(*args, **kwargs)
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """By node, the values that nothing after it needs."""
         kept: set[fx.Node] = set()
-        map_nodes(self.output, lambda node: kept.add(node))
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            for used in node.all_input_nodes:
-                last[used] = node
+        map_nodes(self.output, kept.add)
+        last = {used: node for node in self.graph.nodes for used in node.all_input_nodes}
         uses: dict[fx.Node, list[fx.Node]] = {}
         for used, user in last.items():
-            if used not in kept and user.op != "output":
+            if used not in kept:
                 uses.setdefault(user, []).append(used)
         return uses
 
+    def _check_call(self, inputs: dict[str, Any]) -> None:
+        _check_same(self.inputs, inputs, "inputs")
+        sizes = _sizes(inputs)
+        if sizes == _sizes(self.inputs) or sizes in self._checked:
+            return
+        from .capture import capture
+
+        _check_same_graph(self.graph, capture(self.skeleton, **inputs).graph)
+        self._checked.add(sizes)
+
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """`tensor[index] = value`, as a call that gives `tensor`: later uses refer to the value after the assignment."""
+    """`tensor[index] = value`, as a call that gives `tensor`: later uses refer to the value after the
+    assignment."""
     tensor[index] = value
     return tensor
 
 
-def map_nodes(value: Any, of: Callable[[fx.Node], Any], device: torch.device | None = None) -> Any:
-    """`value` with every node replaced by `of(node)`, and the CPU, on which captures run, by `device`."""
-    if isinstance(value, fx.Node):
-        return of(value)
-    if device is not None and isinstance(value, torch.device):
-        return device if value.type == "cpu" else value
-    if isinstance(value, slice):
-        return slice(*(map_nodes(part, of, device) for part in (value.start, value.stop, value.step)))
-    return map_parts(value, lambda part: map_nodes(part, of, device))
+def _only_result(call: FunctionCall) -> fx.Node:
+    node = call.result()
+    if node is None:
+        raise CaptureError(
+            f"{call.nodes[0].meta['site']} is inside {call.function.__name__}, an autograd.Function that "
+            "gives several tensors: a replay has its values, not its backward. Run the graph under "
+            "torch.no_grad()."
+        )
+    return node
 
 
-def map_parts(value: Any, of: Callable[[Any], Any]) -> Any:
-    """`value` with `of` applied to each part of a tuple, list, mapping or dataclass, the container's type kept (but
-    `torch.Size` becomes a tuple); any other value as it is."""
-    if isinstance(value, tuple):
-        parts = [of(part) for part in value]
-        if isinstance(value, torch.Size) or type(value) is tuple:
-            return tuple(parts)
-        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
-    if isinstance(value, list):
-        return [of(part) for part in value]
-    if type(value) in (dict, immutable_dict):
-        return {key: of(part) for key, part in value.items()}
-    if isinstance(value, Mapping):
-        other = copy.copy(value)
-        for key, part in value.items():
-            other[key] = of(part)  # type: ignore[index]
-        return other
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
-        for item in dataclasses.fields(value):
-            object.__setattr__(other, item.name, of(getattr(value, item.name)))
-        return other
-    return value
+def _sizes(inputs: dict[str, Any]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for _, tensor in tensors_in(inputs))
 
 
-def tensors_in(inputs: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in nested inputs, by placeholder name: `past_0_1` is `inputs["past"][0][1]`."""
-    if isinstance(inputs, torch.Tensor):
-        return [(name, inputs)]
-    parts = (
-        inputs.items()
-        if isinstance(inputs, Mapping)
-        else enumerate(inputs)
-        if isinstance(inputs, (tuple, list))
-        else ()
-    )
-    return [found for key, part in parts for found in tensors_in(part, f"{name}_{key}" if name else str(key))]
-
-
-def check_same_call(captured: Any, given: Any, name: str = "inputs") -> None:
-    """Raise CaptureError unless `given` has the structure of `captured`, and the same values for all but tensors."""
+def _check_same(captured: Any, given: Any, name: str) -> None:
+    """Raise CaptureError unless `given` has the structure of `captured`, and the same values for all but
+    tensors."""
     if isinstance(captured, torch.Tensor) and isinstance(given, torch.Tensor):
-        same = captured.dtype == given.dtype or (captured.is_floating_point() and given.is_floating_point())
-        if not same or captured.dim() != given.dim():
+        if captured.dim() != given.dim() or captured.is_floating_point() != given.is_floating_point():
             raise CaptureError(
-                f"{name} was captured as {captured.dtype} with {captured.dim()} dims and is now {given.dtype} with "
-                f"{given.dim()}. Capture again with inputs like these."
+                f"{name} was captured as {captured.dtype} with {captured.dim()} dims and is now "
+                f"{given.dtype} with {given.dim()}. Capture again with inputs like these."
             )
-        return
-    if isinstance(captured, Mapping) and isinstance(given, Mapping):
+    elif isinstance(captured, dict) and isinstance(given, dict):
         if set(captured) != set(given):
             raise CaptureError(
-                f"{name} has the keys {sorted(map(str, given))}; the graph was captured with "
+                f"{name} has the keys {sorted(map(str, given))}, the graph was captured with "
                 f"{sorted(map(str, captured))}. Give those, or capture again."
             )
         for key in captured:
-            check_same_call(captured[key], given[key], f"{name}[{key!r}]")
-        return
-    if (
+            _check_same(captured[key], given[key], f"{name}[{key!r}]")
+    elif (
         isinstance(captured, (tuple, list))
         and isinstance(given, (tuple, list))
         and len(captured) == len(given)
     ):
-        for i, (a, b) in enumerate(zip(captured, given, strict=True)):
-            check_same_call(a, b, f"{name}[{i}]")
-        return
-    if captured is not given and (type(captured) is not type(given) or captured != given):
+        for i, (before, now) in enumerate(zip(captured, given, strict=True)):
+            _check_same(before, now, f"{name}[{i}]")
+    elif captured is not given and (type(captured) is not type(given) or captured != given):
         raise CaptureError(
-            f"{name} was {captured!r} in the capture and is {given!r} now: what is not a tensor is fixed by the capture. "
-            "Capture again with this value."
+            f"{name} was {captured!r} in the capture and is {given!r} now: what is not a tensor is fixed by "
+            "the capture. Capture again with this value."
         )
 
 
-def _get(model: nn.Module, target: Any) -> Any:
+def _check_same_graph(recorded: fx.Graph, now: fx.Graph) -> None:
+    """Raise CaptureError unless both have the same calls, with the same numbers written into them."""
+    index = {node: i for graph in (recorded, now) for i, node in enumerate(graph.nodes)}
+
+    def call(node: fx.Node) -> Any:
+        return node.op, node.target, map_nodes((node.args, node.kwargs), lambda used: f"#{index[used]}")
+
+    for before, after in zip(recorded.nodes, now.nodes, strict=False):
+        if call(before) != call(after):
+            site = before.meta.get("site", "the output")
+            raise CaptureError(
+                f"At these input sizes the model takes another way than in the capture: {site} called "
+                f"{before.format_node()} and now {after.format_node()}. A loop over a size, or a size made a "
+                "plain int, is fixed by a capture: capture again with inputs of these sizes."
+            )
+
+
+def _reach(model: nn.Module, path: str) -> Any:
     value: Any = model
-    for name in str(target).split("."):
+    for name in path.split("."):
         value = getattr(value, name)
     return value

@@ -1,10 +1,11 @@
 """Ints that remember the expression they came from.
 
-`view(b, s, self.num_heads, self.head_dim)` runs on local shapes only if `num_heads` becomes local. So while a model is
-recorded, its attributes and its tensors' sizes are `TrackedInt`s: ints in every respect, and each carries an `Expr` over
-module attributes (`Attr`) and tensor sizes (`Dim`). Arithmetic builds larger expressions. Where Python takes the bare
-value (a comparison, `math.sqrt`, `int()`), the number *escapes*: the place is written to the numbers' `EscapeLog`, if
-they have one. `range(n)` and indexing read an int subclass without asking it: those escapes cannot be seen.
+`view(b, s, self.num_heads, self.head_dim)` runs on local shapes only if `num_heads` becomes local. So while a
+model is recorded, its attributes and its tensors' sizes are `TrackedInt`s: ints in every respect, and each
+carries an `Expr` over module attributes (`Attr`) and tensor sizes (`Dim`). Arithmetic builds larger
+expressions. Where Python takes the bare value (a comparison, `math.sqrt`, `int()`), the number *escapes*: the
+place is written to the numbers' `EscapeLog`, if they have one. `range(n)` and indexing read an int subclass
+without asking it: those escapes cannot be seen.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Const:
 
 @dataclass(frozen=True)
 class Attr:
-    """An int attribute of a module. `module`: its path; `name`: may be dotted, as in `config.num_attention_heads`."""
+    """An int attribute of a module. `module`: its path; `name`: may be dotted, as in
+    `config.num_attention_heads`."""
 
     module: str
     name: str
@@ -127,7 +129,8 @@ class EscapeLog:
         self._seen: set[tuple[Attr | Dim, CodeType, int]] = set()
 
     def note(self, expr: Expr, depth: int) -> None:
-        """Log that `expr` was read by the code `depth` calls above this one; library code is not the model's."""
+        """Log that `expr` was read by the code `depth` calls above this one; library code is not the
+        model's."""
         frame = sys._getframe(depth)
         if is_internal(frame.f_code):
             return
@@ -152,6 +155,12 @@ class TrackedInt(int):
         self = super().__new__(cls, value)
         self.expr = Const(int.__int__(self)) if expr is None else expr
         self.log = log
+        return self
+
+    def __neg__(self) -> TrackedInt:
+        return TrackedInt(-plain(self), Bin("sub", Const(0), self.expr), self.log)
+
+    def __pos__(self) -> TrackedInt:
         return self
 
     def __copy__(self) -> TrackedInt:
@@ -188,6 +197,12 @@ class TrackedFloat(float):
         if isinstance(self.expr, Bin) and self.expr.op == "truediv":
             return Bin(op, self.expr.left, self.expr.right)
         return Bin(op, self.expr, Const(1))
+
+    def __neg__(self) -> TrackedFloat:
+        return TrackedFloat(-plain(self), Bin("sub", Const(0), self.expr), self.log)
+
+    def __pos__(self) -> TrackedFloat:
+        return self
 
     def __copy__(self) -> TrackedFloat:
         return self
@@ -257,8 +272,6 @@ def _install() -> None:
             setattr(tracked, f"__r{name}__", _arithmetic(base, name, OPS[name], reflected=True))
         for name in reads:
             setattr(tracked, name, _escaping(base, name))
-        tracked.__neg__ = lambda self: _tracked(-plain(self), Bin("sub", Const(0), self.expr), self.log)
-        tracked.__pos__ = lambda self: self
 
 
 _install()

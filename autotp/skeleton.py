@@ -1,8 +1,9 @@
-"""A structural clone of a model whose tensors are fake: what capture runs on, so the user's model is never touched.
+"""A structural clone of a model whose tensors are fake: what capture runs on, so the user's model is never
+touched.
 
-The clone has the model's classes, attributes, ties and instance-level forwards. Its tensors have the shapes, strides and
-dtypes of the model's, on the (fake) CPU, and no data. Its int attributes, and those of the config objects it keeps, are
-`TrackedInt`s that know which attribute of which module they are.
+The clone has the model's classes, attributes, ties and instance-level forwards. Its tensors have the shapes,
+strides and dtypes of the model's, on the (fake) CPU, and no data. Its int attributes, and those of the config
+objects it keeps, are `TrackedInt`s that know which attribute of which module they are.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from .ints import Attr, EscapeLog, TrackedInt
+from .ints import Attr, EscapeLog, TrackedInt, plain
 
 LEAVES: tuple[type[nn.Module], ...] = (
-    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention,
-    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    nn.RNN, nn.LSTM, nn.GRU,
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
-    nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold, nn.Flatten, nn.Unflatten, nn.Identity,
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU,
-    nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink,
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm,
+    nn.GroupNorm, nn.LocalResponseNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
+    nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RNN, nn.LSTM, nn.GRU, nn.AvgPool1d, nn.AvgPool2d,
+    nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.Upsample, nn.PixelShuffle,
+    nn.PixelUnshuffle, nn.Unfold, nn.Fold, nn.Flatten, nn.Unflatten, nn.Identity, nn.ReLU, nn.ReLU6,
+    nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU, nn.Sigmoid,
+    nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink,
     nn.Tanh, nn.Softplus, nn.Softsign, nn.Threshold, nn.Softmax, nn.LogSoftmax, nn.Softmin,
 )  # fmt: skip
 """torch's own modules that are recorded as one `call_module` node each."""
 
 
 def forward_code(module: nn.Module) -> CodeType | None:
-    """The code of the forward that a call of `module` ends up in, decorators unwrapped; None where it has none."""
+    """The code of the forward that a call of `module` ends up in, decorators unwrapped; None where it has
+    none."""
     forward = inspect.unwrap(module.forward)
     while isinstance(forward, functools.partial):
         forward = inspect.unwrap(forward.func)
@@ -63,10 +64,11 @@ def leaf_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def linear_kind(module: nn.Module) -> Literal["linear", "transposed"] | None:
-    """`"linear"`: `x @ weight.T + bias` (nn.Linear); `"transposed"`: `x @ weight + bias`, weight [in, out]; else None.
+    """`"linear"`: `x @ weight.T + bias` (nn.Linear); `"transposed"`: `x @ weight + bias`, weight [in, out];
+    else None.
 
-    The second kind is recognised by what it does: the one operation of its forward that is not a change of shape is
-    `addmm(bias, x, weight)`. Found out on fake tensors: nothing is computed.
+    The second kind is recognised by what it does: the one operation of its forward that is not a change of
+    shape is `addmm(bias, x, weight)`. Found out on fake tensors: nothing is computed.
     """
     if leaf_class(module) is nn.Linear:
         return "linear"
@@ -118,8 +120,9 @@ def _is_one_addmm(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -
 
 @dataclass
 class Skeleton:
-    """`module`: the clone. `originals`: by the id of a fake tensor, the model's tensor it stands for (kept alive by the
-    clone). `fakes`: by the id of the model's own tensor, the fake one. `attributes`: what each tracked int is, by module path and attribute name. `log`: where they escaped."""
+    """`module`: the clone. `originals`: by the id of a fake tensor, the model's tensor it stands for (kept
+    alive by the clone). `fakes`: by the id of the model's own tensor, the fake one. `attributes`: what each
+    tracked int is, by module path and attribute name. `log`: where they escaped."""
 
     module: nn.Module
     mode: FakeTensorMode
@@ -139,7 +142,8 @@ class Skeleton:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor with the shape, stride, dtype and requires_grad of `tensor`; a Parameter for a Parameter."""
+    """A fake CPU tensor with the shape, stride, dtype and requires_grad of `tensor`; a Parameter for a
+    Parameter."""
     with torch.inference_mode(False), mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -147,7 +151,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return made.requires_grad_(tensor.requires_grad)
 
 
-class _CopyAsFake(TorchFunctionMode):
+class copying_as_fake(TorchFunctionMode):
     """Within it, `copy.deepcopy` of a tensor gives its fake stand-in."""
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -161,8 +165,8 @@ class _CopyAsFake(TorchFunctionMode):
 
 
 def clone(model: nn.Module) -> Skeleton:
-    """A `Skeleton` of `model`. The user's hooks are left out; torch's and autotp's own, which are part of what the model
-    computes, stay. No data is copied, no random number drawn, `model` is not changed."""
+    """A `Skeleton` of `model`. The user's hooks are left out; torch's and autotp's own, which are part of
+    what the model computes, stay. No data is copied, no random number drawn, `model` is not changed."""
     skeleton = Skeleton(model, FakeTensorMode(allow_non_fake_inputs=True))
     modules = dict(model.named_modules())
     memo: dict[int, Any] = {id(old): object.__new__(type(old)) for old in modules.values()}
@@ -170,7 +174,7 @@ def clone(model: nn.Module) -> Skeleton:
         for tensor in (*old._parameters.values(), *old._buffers.values()):
             if tensor is not None:
                 memo[id(tensor)] = skeleton.fake(tensor)
-    with _CopyAsFake(skeleton):
+    with copying_as_fake(skeleton):
         for old in modules.values():
             memo[id(old)].__dict__.update(_attributes(old, memo))
     _choose_implementations(memo[id(old)] for old in modules.values())
@@ -216,7 +220,8 @@ def _attributes(old: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def _is_config(value: Any) -> bool:
-    """Whether `value` is a plain object that only holds settings: numbers, strings, lists of them, further configs."""
+    """Whether `value` is a plain object that only holds settings: numbers, strings, lists of them, further
+    configs."""
     if (
         isinstance(value, (nn.Module, torch.Tensor, type, Mapping))
         or callable(value)
@@ -230,8 +235,8 @@ def _is_config(value: Any) -> bool:
 
 
 def _choose_implementations(modules: Iterator[nn.Module]) -> None:
-    """Pick the implementations that can be recorded, where a config chooses: of experts and of attention, the fastest
-    ones read the data, or are one opaque kernel. They compute the same."""
+    """Pick the implementations that can be recorded, where a config chooses: of experts and of attention, the
+    fastest ones read the data, or are one opaque kernel. They compute the same."""
     configs = {id(value): value for module in modules for value in vars(module).values() if _is_config(value)}
     for config in configs.values():
         if getattr(config, "_experts_implementation", None) is not None:
@@ -242,11 +247,13 @@ def _choose_implementations(modules: Iterator[nn.Module]) -> None:
 
 
 def _track(skeleton: Skeleton, path: str, held: dict[str, Any], prefix: str, done: dict[int, Any]) -> None:
-    """Turn the ints in `held` (attributes of the module at `path`, or of its config called `prefix`) into tracked ones.
-    Configs become the module's own copies: modules share them, and what one of them reads says nothing of the others."""
+    """Turn the ints in `held` (attributes of the module at `path`, or of its config called `prefix`) into
+    tracked ones. Configs become the module's own copies: modules share them, and what one of them reads says
+    nothing of the others."""
     for key, value in list(held.items()):
         name = prefix + key
-        if type(value) is int and value > 1:
+        if type(value) in (int, TrackedInt) and value > 1:
+            value = plain(value)
             held[key] = TrackedInt(value, Attr(path, name), skeleton.log)
             skeleton.attributes[path, name] = value
         elif _is_config(value):
