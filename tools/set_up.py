@@ -10,11 +10,12 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urljoin
 
 ROOT = Path(__file__).resolve().parent.parent
+PIP_RELEASE = "https://pypi.org/pypi/pip/json"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
@@ -27,7 +28,7 @@ def cpu_wheel_options() -> list[str]:
     try:
         with urllib.request.urlopen(f"{CPU_WHEELS}/torch/", timeout=5):
             return ["--extra-index-url", CPU_WHEELS]
-    except (urllib.error.URLError, OSError):
+    except OSError:  # URLError is one
         return []
 
 
@@ -37,10 +38,10 @@ def make_environment(venv: Path) -> None:
     if subprocess.run(make, capture_output=True).returncode == 0:
         return
     subprocess.run([*make, "--without-pip"], check=True)
-    with urllib.request.urlopen("https://pypi.org/pypi/pip/json", timeout=60) as answer:
+    with urllib.request.urlopen(PIP_RELEASE, timeout=60) as answer:
         wheel = next(f for f in json.load(answer)["urls"] if f["packagetype"] == "bdist_wheel")
     wheel_file = venv / wheel["filename"]
-    with urllib.request.urlopen(wheel["url"], timeout=60) as answer:
+    with urllib.request.urlopen(urljoin(PIP_RELEASE, wheel["url"]), timeout=60) as answer:
         wheel_file.write_bytes(answer.read())
     # A wheel is a zip that Python can import from: this pip installs itself.
     run_wheel = [str(venv / "bin" / "python"), f"{wheel_file}/pip", "install", "--quiet", str(wheel_file)]
