@@ -46,3 +46,7 @@ class LayerError(AutotpError):
 
 class ShardStateError(AutotpError):
     """A sharded parameter is not what the model's shard state says it is."""
+
+
+class ModelSourceError(AutotpError):
+    """What was given as a model on the command line is none."""

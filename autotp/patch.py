@@ -59,8 +59,8 @@ class _Swap:
                 return new
         names = ", ".join(r.old.co_name for r in self.variants)
         raise PatchError(
-            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here when the model "
-            "was recorded. Was the attention implementation changed? Change it before parallelizing."
+            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here "
+            "when the model was recorded. Was the attention implementation changed? Change it before parallelizing."
         )
 
 
@@ -69,7 +69,7 @@ class _Swap:
 
 @dataclass
 class _Rewritten:
-    """One function's code, rewritten; `helpers`: values of the names that the new code takes from its closure."""
+    """One function's code, rewritten; `helpers`: what the new code finds in its closure by these names."""
 
     old: types.CodeType
     new: types.CodeType
@@ -95,7 +95,7 @@ def _with_code(f: types.FunctionType, code: types.CodeType, closure: tuple[Any, 
 
 
 def _replace(f: Any, rewritten: _Rewritten, seen: frozenset[int] = frozenset()) -> Any:
-    """A copy of `f` in which the function that `rewritten` is made from is replaced; None where `f` has it not.
+    """A copy of `f` with the function that `rewritten` is made from replaced; None where it is not in `f`.
 
     Looks through bound methods, partials and the closures of decorators. Nothing is changed in place.
     """
@@ -367,9 +367,10 @@ def patch_forward(
     twice with equal patches. The class and other instances stay as they are; a deep copy of the module is
     patched too, and bound to itself. A patched module cannot be pickled.
     Returns the new `module.forward`.
-    Raises PatchError, before anything is changed: no source, an expression that cannot be replaced, one site with
-    two different patches, a forward that is already patched. And when it runs: where the model takes another way
-    than it was recorded on (another function at a call on the way to a site, a missing argument).
+    Raises PatchError, before anything is changed: no source, an expression that cannot be replaced, one
+    site with two different patches, a forward that is already patched. And when it runs: where the model
+    takes another way than it was recorded on (another function at a call on the way to a site, a missing
+    argument).
     """
     pairs = list(patches.items() if isinstance(patches, Mapping) else patches)
     name = next((site.module for site, _ in pairs if site.module), type(module).__name__)

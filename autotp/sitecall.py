@@ -15,8 +15,8 @@ import torch
 from autotp.errors import PatchError
 
 Path = tuple[Any, ...]
-"""Where an argument sits: `(2,)` is args[2], `("dim",)` is kwargs["dim"], `(1, 2)` is args[1][2]. For a method of
-a tensor args[0] is the tensor. Inside a slice, "start", "stop" and "step" (or 0, 1, 2)."""
+"""Where an argument sits: `(2,)` is args[2], `("dim",)` is kwargs["dim"], `(1, 2)` is args[1][2]. For a
+method of a tensor args[0] is the tensor. Inside a slice, "start", "stop" and "step" (or 0, 1, 2)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _as_passed(path: Path, function: Any, args: tuple[Any, ...], kwargs: dict[st
     if other is None or (other not in kwargs and not (isinstance(other, int) and other < len(args))):
         raise PatchError(
             f"{getattr(function, '__name__', function)}(...) is called without {_show(path)}, which it had "
-            "when it was recorded: the model took another branch than with the example inputs. Give example inputs "
-            "like the real ones."
+            "when it was recorded: the model took another branch than with the example inputs. Give example "
+            "inputs like the real ones."
         )
     return (other, *path[1:])
 

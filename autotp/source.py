@@ -1,8 +1,8 @@
 """From a place in running code to the node of its source, and from an edited source back to code.
 
 A code object is compiled from a definition somewhere in a file. `definition_of` cuts that definition out (a
-class keeps the one member, so that names, closures and `super()` come out the same), compiles it and takes the
-code object that is equal to the one that runs; where there is none, the source is not what runs.
+class keeps the one member, so that names, closures and `super()` come out the same), compiles it and takes
+the code object that is equal to the one that runs; where there is none, the source is not what runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def codes_in(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _statement(body: Sequence[ast.stmt], line: int) -> ast.stmt:
-    """The definition around a line, without its neighbours: a class keeps one member, `if` and `try` fall away."""
+    """The definition around a line without its neighbours: a class keeps one member, `if` and `try` go."""
     for node in body:
         first = min([node.lineno, *[d.lineno for d in getattr(node, "decorator_list", [])]])
         if not first <= line <= (node.end_lineno or first):
@@ -120,7 +120,7 @@ class Definition:
         return found
 
     def _nodes_by_recompiling(self, code: types.CodeType, lasti: int) -> list[ast.AST]:
-        """Python 3.10 knows only lines: compile with every node on a line of its own, and look up the line."""
+        """Python 3.10 knows only lines: compile with each node on a line of its own, and look it up."""
         nodes = [node for node in ast.walk(self.statement) if hasattr(node, "lineno")]
         marked = copy.deepcopy(self.statement)
         copies = [node for node in ast.walk(marked) if hasattr(node, "lineno")]

@@ -1,0 +1,105 @@
+"""The front doors: `parallelize` and what goes with it."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm import Comm, agree, attach
+from .errors import AutotpError, PlanError
+from .planner import plan as make_plan
+from .planner import warn_replicated
+from .rewrite import rewrite
+
+
+def parallelize(
+    model: nn.Module,
+    tp: int | None = None,
+    pp: int = 1,
+    dp: int = 1,
+    *,
+    policy: Any = None,
+    strict: bool = False,
+    example_inputs: Any = None,
+    comm: Comm | None = None,
+) -> nn.Module:
+    """Rewrite `model` in place to run over `tp` processes, and return it: the same object, split.
+
+    model: any nn.Module, the same on every rank. tp: number of tensor-parallel ranks (None: all processes).
+    policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
+    strict: raise instead of warning where block weights stay replicated.
+    example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
+    comm: the ranks, when they are not the processes of torch.distributed (tests, simulations).
+
+    Uses the running process group, else starts one from torchrun's environment (NCCL with GPUs, gloo without).
+    Every rank must call it. Nothing is changed unless every rank made the same plan.
+
+    Raises LaunchError (not under torchrun, tp does not fit), CaptureError, PlanError, PolicyError, and RankError where
+    another rank failed or the ranks' models differ.
+    """
+    if pp != 1 or dp != 1:
+        raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
+    ranks = comm if comm is not None else attach(tp)
+    if tp is not None and ranks.size != tp:
+        raise PlanError(f"tp={tp}, but there are {ranks.size} ranks.")
+    if getattr(model, "autotp", None) is not None:
+        raise PlanError("this model is parallelized already: build it anew to split it differently.")
+    outcome: str | BaseException
+    decided = None
+    try:
+        decided = make_plan(model, ranks.size, policy, example_inputs=example_inputs)
+        if ranks.size > 1 and not any(p.layout for p in decided.params.values()):
+            raise PlanError(_nothing_split(decided))
+        if ranks.rank == 0 or strict:
+            warn_replicated(decided, strict)
+        outcome = f"{decided.digest} ({decided.model})"
+    except (AutotpError, NotImplementedError) as error:
+        outcome = error
+    if ranks.size == 1 and isinstance(outcome, BaseException):
+        raise outcome
+    try:
+        agree(ranks, outcome)
+    except AutotpError as error:
+        raise (outcome if isinstance(outcome, BaseException) else error) from None
+    assert decided is not None
+    same_weights(model, ranks)
+    rewrite(model, decided, ranks)
+    return model
+
+
+def _nothing_split(plan: Any) -> str:
+    reasons = [f"  {name}: {why}" for name, why in list(plan.kept.items())[:8]]
+    return f"tp={plan.tp} splits nothing of {plan.model}; a smaller tp may. Why:\n" + "\n".join(reasons)
+
+
+def same_weights(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's values where the ranks' models differ (heads initialised with different seeds), and say so."""
+    if comm.size == 1:
+        return
+    tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"}
+    told = comm.exchange({name: _fingerprint(t) for name, t in tensors.items()})
+    differing = [name for name in tensors if len({prints.get(name) for prints in told}) > 1]
+    for name in differing:
+        tensor = tensors[name].detach()
+        tensor.copy_(comm.broadcast(tensor, 0))
+    if differing and comm.rank == 0:
+        warnings.warn(
+            f"{len(differing)} tensors differed between the ranks (first: {differing[0]}); all ranks now have rank 0's. "
+            "Seed the ranks alike, or load the same checkpoint, to avoid this.",
+            stacklevel=3,
+        )
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    values = tensor.detach()
+    if values.is_floating_point() or values.is_complex():
+        # Two sums that depend on values and places: enough to see differently seeded tensors, without moving them.
+        flat = torch.view_as_real(values).flatten() if values.is_complex() else values.flatten()
+        weights = torch.arange(flat.numel(), device=flat.device) % 8191
+        sums = [flat.double().sum(), (flat.double() * weights).sum()]
+        return f"{tuple(values.shape)} {values.dtype} {[float(s) for s in sums]}"
+    return f"{tuple(values.shape)} {values.dtype} {hashlib.sha256(values.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]}"

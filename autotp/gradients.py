@@ -1,0 +1,247 @@
+"""Gradients of a sharded model: corrected where ranks hold shares of them, and with the norms of the whole
+model.
+
+`p.grad` is a plain local tensor to every optimizer. Its class, `ShardGrad`, changes norms only:
+`clip_grad_norm_`,
+`torch.linalg.vector_norm` and `p.grad.norm()` give the number that a single process would get, on every rank.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Comm
+from .errors import ShardStateError
+from .layouts import ParamLayout, put, take
+
+
+# ---------------------------------------------------------------- corrections, as hooks of the parameter
+@dataclass(frozen=True)
+class CorrectGrad:
+    """A parameter's tensor hook: from this rank's share of the gradient to the gradient.
+
+    `how`: "summed" (a replicated parameter, of which each rank computed a share), "slots" (rows held more
+    than once: summed over their slots). `once`: the value is rank 0's and zero elsewhere, so the others'
+    gradient is zero.
+    """
+    comm: Comm
+    how: str
+    layout: ParamLayout | None = None
+    once: bool = False
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "summed":
+                grad = self.comm.all_reduce(grad)
+            elif self.how == "slots":
+                assert self.layout is not None
+                full = grad.new_zeros(self.layout.shape)
+                put(full, grad, self.layout, self.comm.rank, add=True)
+                grad = take(self.comm.all_reduce(full), self.layout, self.comm.rank).contiguous()
+            return torch.zeros_like(grad) if self.once and self.comm.rank > 0 else grad
+
+
+@dataclass(frozen=True)
+class MarkGrad:
+    """A parameter's post-accumulate hook: makes `p.grad` a `ShardGrad`. `weights` as there."""
+    comm: Comm
+    weights: Tensor | None
+
+    def __call__(self, param: Tensor) -> None:
+        if param.grad is not None and not isinstance(param.grad, ShardGrad):
+            param.grad = ShardGrad.of(param.grad, self.comm, self.weights)
+
+
+def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once: bool) -> None:
+    """Install the hooks a parameter needs, once: a second call finds them and does nothing.
+
+    how: `own` or `whole` (the gradient is right as it is), `summed`, `slots`; see `CorrectGrad`.
+    """
+    if not (param.is_floating_point() or param.is_complex()):
+        return
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_()                   # only then are hooks accepted; they stay afterwards
+    if (how in ("summed", "slots") or once) and not _has(param._backward_hooks, CorrectGrad):
+        param.register_hook(CorrectGrad(comm, how, layout, once))
+    if (layout is not None or once) and not _has(param._post_accumulate_grad_hooks, MarkGrad):
+        weights = layout.weights(comm.rank) if layout is not None and layout.repeats else None
+        if once:
+            weights = torch.full((1,) * param.dim(), float(comm.rank == 0), dtype=torch.float64)
+        param.register_post_accumulate_grad_hook(MarkGrad(comm, weights))
+    if frozen:
+        param.requires_grad_(False)
+
+
+def is_watched(param: Tensor) -> bool:
+    """Whether the hooks are there; a copied Parameter has lost them."""
+    return _has(param._backward_hooks, CorrectGrad) or _has(param._post_accumulate_grad_hooks, MarkGrad)
+
+
+def _has(hooks: Any, kind: type) -> bool:
+    return any(isinstance(hook, kind) for hook in (hooks or {}).values())
+
+
+# ---------------------------------------------------------------- norms
+class ShardGrad(Tensor):
+    """One rank's part of a gradient. Norms over all of it are those of the whole gradient, each element
+    counted once, and collective: every rank must call them. All other functions see, and give, plain local
+    tensors (copies and casts of the whole stay ShardGrads).
+
+    comm: the ranks that hold the parts. weights: None, or 1 / (slots that hold the element), to broadcast.
+    """
+    comm: Comm
+    weights: Tensor | None
+
+    @staticmethod
+    def of(grad: Tensor, comm: Comm, weights: Tensor | None) -> ShardGrad:
+        """`grad`, sharing its memory, as a ShardGrad."""
+        marked = grad.as_subclass(ShardGrad)
+        marked.comm, marked.weights = comm, weights
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        norm: Callable[..., Any] | None = _NORMS.get(func)
+        if norm is not None:
+            asked = norm(*args, **kwargs)
+            if asked is not None:
+                return asked()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func in _COPIES and isinstance(args[0], ShardGrad) and type(result) is Tensor:
+                return ShardGrad.of(result, args[0].comm, args[0].weights)
+        if func in _FINDS_INF:
+            _share_found_inf(*args)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGrad:
+        return ShardGrad.of(plain(self).clone(), self.comm, self.weights)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)          # saved as a plain tensor: peers cannot be saved
+
+
+def plain(x: Tensor) -> Tensor:
+    """The local tensor under a ShardGrad (sharing its memory), any other tensor as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor) if isinstance(x, ShardGrad) else x
+
+
+def global_norms(tensors: Sequence[Tensor], ord: float = 2.0,
+                 dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The `ord`-norm of each tensor, of the whole gradient for ShardGrads: one all-reduce for the list (per
+    comm).
+
+    As torch: each norm is a 0-dim tensor of the tensor's dtype (or `dtype`). Sums are in float64.
+    """
+    with torch.no_grad():
+        locals_ = [_local_norm(t, ord, dtype) for t in tensors]
+        by_comm: dict[int, list[int]] = {}
+        for i, t in enumerate(tensors):
+            if isinstance(t, ShardGrad):
+                by_comm.setdefault(id(t.comm), []).append(i)
+        for indices in by_comm.values():
+            comm = tensors[indices[0]].comm  # type: ignore[attr-defined]
+            device = locals_[indices[0]].device
+            values = torch.stack([locals_[i].double().to(device) for i in indices])
+            for i, value in zip(indices, _combine(values, ord, comm), strict=True):
+                locals_[i] = value.to(locals_[i].device, dtype or tensors[i].real.dtype)
+    return locals_
+
+
+def _local_norm(t: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
+    """The norm of this rank's elements, each weighted by 1 / (slots that hold it), in float32 at least."""
+    if not isinstance(t, ShardGrad):
+        return torch.linalg.vector_norm(t, ord, dtype=dtype)
+    local = plain(t)
+    wide = torch.promote_types(local.dtype, torch.float32)
+    if t.weights is None or math.isinf(ord):
+        return torch.linalg.vector_norm(local.to(wide), ord)
+    weights = t.weights.to(local.device)
+    if ord == 0:
+        return ((local != 0) * weights).sum()
+    return torch.linalg.vector_norm(local.to(wide) * weights.to(wide) ** (1 / ord), ord)
+
+
+def _combine(norms: Tensor, ord: float, comm: Comm) -> Tensor:
+    """The norms of the whole from every rank's norms (float64, one all-reduce). NaN stays NaN."""
+    if math.isinf(ord):
+        sign = math.copysign(1.0, ord)
+        nan = norms.isnan()                      # backends differ in what the maximum of a NaN is
+        found = comm.all_reduce(torch.cat([torch.where(nan, -math.inf, sign * norms), nan.double()]), "max")
+        top, any_nan = found.chunk(2)
+        return torch.where(any_nan > 0, math.nan, sign * top)
+    if ord == 0:
+        return comm.all_reduce(norms)
+    return comm.all_reduce(norms ** ord) ** (1 / ord)
+
+
+# What is asked of each norm function: a callable that answers, or None when it is not over the whole tensor.
+def _vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *,
+                 dtype: torch.dtype | None = None, out: Any = None) -> Any:
+    if not isinstance(x, ShardGrad) or not _all_dims(x, dim):
+        return None
+    return lambda: _shaped(global_norms([x], float(ord), dtype)[0], x, keepdim)
+
+
+def _tensor_norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None,
+                 dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(input, ShardGrad) or not _all_dims(input, dim):
+        return None
+    return lambda: _shaped(global_norms([input], _order(p), dtype)[0], input, keepdim)
+
+
+def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None,
+                 dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(A, ShardGrad) or not _all_dims(A, dim):
+        return None
+    if ord not in (None, "fro") and A.dim() > 1:
+        _order("nuc")
+    return lambda: _shaped(global_norms([A], 2.0 if ord is None else _order(ord), dtype)[0], A, keepdim)
+
+
+def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    return lambda: global_norms(list(tensors), float(ord), dtype)
+
+
+def _all_dims(x: Tensor, dim: Any) -> bool:
+    if dim is None:
+        return True
+    dims = {dim} if isinstance(dim, int) else set(dim)
+    return len({d % max(x.dim(), 1) for d in dims}) == x.dim()
+
+
+def _order(p: Any) -> float:
+    if p in (None, "fro"):
+        return 2.0
+    if isinstance(p, str):
+        raise ShardStateError("a matrix norm of a sharded gradient needs all of it on one rank: gather it "
+                              "with autotp.state.gather(grad, layout, comm), then ask torch.")
+    return float(p)
+
+
+def _shaped(norm: Tensor, x: Tensor, keepdim: bool) -> Tensor:
+    return norm.reshape((1,) * x.dim()) if keepdim else norm
+
+
+_NORMS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm, torch.norm: _tensor_norm, Tensor.norm: _tensor_norm,
+    torch.linalg.norm: _linalg_norm, torch._foreach_norm: _foreach_norm,
+}
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.half,
+           Tensor.bfloat16, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach,
+           Tensor.data.__get__}  # type: ignore[attr-defined]
+_FINDS_INF = {torch._amp_foreach_non_finite_check_and_unscale_}
+
+
+def _share_found_inf(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """A GradScaler skips the step on all ranks or on none."""
+    comm = next(g.comm for g in grads if isinstance(g, ShardGrad))
+    found_inf.copy_(comm.all_reduce(found_inf, "max"))

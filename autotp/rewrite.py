@@ -1,0 +1,234 @@
+"""Puts a plan onto a model, in place.
+
+Leaf modules become parallel layers, parameters get their local slices (the Parameter objects stay), attributes their
+local values, module boundaries their arrows, and where an arrow or a size must sit inside a forward, that one module's
+forward is rewritten at that call. `print(model)` shows the layers; `model.autotp` holds what was done.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives, layers
+from .comm import Comm
+from .errors import AutotpError, PlanError
+from .layers import shard_parameter
+from .layouts import Layout, ParamLayout, local_size
+from .patch import SitePatch, patch_forward
+from .plan import Collective, LayerPlan, Plan
+from .realise import ArgPath
+from .sites import Site
+from .state import ShardState
+
+
+def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
+    """Make `model` rank `comm.rank`'s part of `plan`. The plan is trusted: `plan()` has checked it on a hollow copy."""
+    if comm.size != plan.tp:
+        raise PlanError(f"the plan is for {plan.tp} ranks, there are {comm.size}")
+    state = ShardState.prepare(model, plan, comm)
+    for layer in plan.layers:
+        _make_layer(model, plan, layer, comm)
+    for name, p in plan.params.items():
+        param = model.get_parameter(name)
+        if p.layout is not None:
+            shard_parameter(param, p.layout, comm.rank)
+        elif p.once and comm.rank > 0:
+            param.data = torch.zeros_like(param)
+    for local in plan.ints:
+        set_attribute(model.get_submodule(local.module), local.name, local.local[comm.rank])
+    patches: dict[str, dict[Site, _Patch]] = defaultdict(lambda: defaultdict(_Patch))
+    for argument in plan.arguments:
+        assert argument.where.site is not None
+        patches[argument.where.module][argument.where.site].ints[argument.where.path] = argument.local[comm.rank]
+    for collective in plan.collectives:
+        convert = Conversion(collective, comm)
+        for where in collective.where:
+            if where.kind == "in":
+                ArgumentHook.on(model.get_submodule(where.module), where.path, convert)
+            elif where.kind == "out":
+                model.get_submodule(where.module).register_forward_hook(ResultHook(where.path, convert))
+            elif where.kind == "before":
+                assert where.site is not None
+                patches[where.module][where.site].before[where.path] = convert
+            elif where.kind == "after":
+                assert where.site is not None
+                patches[where.module][where.site].after = convert
+    for module, sites in patches.items():
+        patch_forward(model.get_submodule(module), {s: SitePatch(p.ints, p.before, p.after) for s, p in sites.items()})
+    state.finish(model)
+
+
+@dataclass
+class _Patch:
+    ints: dict[ArgPath, int] = field(default_factory=dict)
+    before: dict[ArgPath, Callable[[Any], Any]] = field(default_factory=dict)
+    after: Callable[[Any], Any] | None = None
+
+
+def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> None:
+    module = model.get_submodule(layer.module)
+
+    def layout(own: str, dim: int) -> Layout:
+        name = f"{layer.module}.{own}" if layer.module else own
+        found = plan.params.get(name) or next(p for p in plan.params.values() if name in p.also)
+        assert found.layout is not None
+        return found.layout.dims[dim]
+
+    options = layer.options
+    if layer.kind == "column":
+        out_dim = 1 if layers.is_transposed(module) else 0
+        layers.make_column(module, layout("weight", out_dim), comm, gather_output="gather" in options, enter=False)
+    elif layer.kind == "row":
+        in_dim = 0 if layers.is_transposed(module) else 1
+        how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
+        layers.make_row(module, layout("weight", in_dim), comm, reduce=how)
+    elif layer.kind == "vocab":
+        how = "reduce_enter" if options.get("reduce") else "reduce"
+        layers.make_vocab_embedding(module, layout("weight", 0), comm, reduce=how)
+    elif layer.kind == "embedding":
+        layers.make_feature_embedding(module, layout("weight", 1), comm)
+    elif layer.kind == "norm":
+        layers.make_norm(module, layout("weight", 0), comm)
+    elif layer.kind == "conv":
+        layers.make_depthwise_conv(module, layout("weight", 0), comm)
+    elif layer.kind == "attention":
+        layers.make_attention(module, layout("in_proj_weight", 0), comm)
+    elif layer.kind == "dropout":
+        from .generation import ParallelDropout
+
+        ParallelDropout.convert(module, comm)
+    else:
+        raise PlanError(f"{layer.module}: no layer of kind {layer.kind!r}")
+
+
+def set_attribute(module: nn.Module, name: str, value: int) -> None:
+    """Set an int attribute, dotted ones (`config.num_heads`) on a copy of the config that only this module has."""
+    owner: Any = module
+    *configs, last = name.split(".")
+    for part in configs:
+        local = copy.copy(getattr(owner, part))
+        vars(owner)[part] = local
+        owner = local
+    if configs:
+        vars(owner)[last] = value
+    else:
+        setattr(module, last, value)
+
+
+class Conversion:
+    """One collective as a function of a tensor."""
+
+    def __init__(self, collective: Collective, comm: Comm):
+        self.kind, self.enter, self.comm = collective.kind, collective.enter, comm
+        self.dims, self.shares = collective.dims, collective.shares
+        self._layouts: dict[tuple[int, int], Layout] = {}
+
+    @property
+    def __name__(self) -> str:
+        return self.kind + ("_enter" if self.enter else "")
+
+    def __call__(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x  # an optional argument that was left out
+        if self.kind == "enter":
+            return collectives.enter(x, self.comm)
+        if self.kind == "reduce":
+            return (collectives.reduce_enter if self.enter else collectives.reduce)(x, self.comm)
+        if self.kind == "mean":
+            local, whole = self.shares[self.comm.rank]
+            return collectives.reduce_mean(x, local, whole, self.comm, enter=self.enter)
+        if self.kind in ("max", "min"):
+            return collectives.reduce_max(x, self.comm, op=self.kind, enter=self.enter)
+        for i, d in enumerate(self.dims):
+            convert = collectives.slice_ if self.kind == "slice" else collectives.gather
+            x = convert(x, d.dim, self._layout(i, x.shape[d.dim]), self.comm)
+        return x
+
+    def _layout(self, i: int, size: int) -> Layout:
+        """The layout of a dim of `size`: a whole number of units, each laid out alike."""
+        if (i, size) not in self._layouts:
+            d = self.dims[i]
+            per_unit = d.unit if self.kind == "slice" else local_size(d.layout[self.comm.rank])
+            units, rest = divmod(size, per_unit)
+            if rest:
+                raise AutotpError(
+                    f"a {self.kind} expected a dim of a multiple of {per_unit}, got {size}: the model took another way "
+                    "than the one that was captured; give example_inputs like the real ones."
+                )
+            self._layouts[i, size] = tuple(
+                tuple((u * d.unit + a, u * d.unit + b) for u in range(units) for a, b in ranges) for ranges in d.layout
+            )
+        return self._layouts[i, size]
+
+
+@dataclass
+class ArgumentHook:
+    """Converts one argument of a module's forward, given by position or by name."""
+
+    path: ArgPath
+    name: str | None
+    position: int | None
+    convert: Conversion
+
+    @classmethod
+    def on(cls, module: nn.Module, path: ArgPath, convert: Conversion) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        head = path[0]
+        if isinstance(head, int):
+            hook = cls(path[1:], names[head] if head < len(names) else None, head, convert)
+        else:
+            hook = cls(path[1:], str(head), names.index(str(head)) if head in names else None, convert)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if self.position is not None and self.position < len(args):
+            i = self.position
+            return (*args[:i], edited(args[i], self.path, self.convert), *args[i + 1 :]), kwargs
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: edited(kwargs[self.name], self.path, self.convert)}
+        return None
+
+
+@dataclass
+class ResultHook:
+    """Converts one part of a module's result."""
+
+    path: ArgPath
+    convert: Conversion
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        return edited(result, self.path, self.convert)
+
+
+def edited(value: Any, path: ArgPath, change: Callable[[Any], Any]) -> Any:
+    """`value` with the part at `path` changed; containers are copied, a part that is not there is left out."""
+    if not path:
+        return change(value)
+    if value is None:
+        return None
+    head, rest = path[0], path[1:]
+    if isinstance(value, tuple):
+        if int(head) >= len(value):
+            return value
+        parts = [edited(v, rest, change) if i == head else v for i, v in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [edited(v, rest, change) if i == head else v for i, v in enumerate(value)]
+    if hasattr(value, "items"):
+        if head not in value:
+            return value
+        other = copy.copy(value)
+        other[head] = edited(value[head], rest, change)
+        return other
+    raise AutotpError(f"a result of type {type(value).__name__} has no part {head!r}")
+
+
+__all__ = ["Conversion", "ParamLayout", "rewrite", "set_attribute"]

@@ -1,0 +1,35 @@
+"""One short rule per operation: which dims of operands and results are the same axis, and what is done to each."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from . import factories, indexing, modules, pointwise, products, reductions, shapes
+from .op import Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules, everywhere, rule
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        **pointwise.RULES,
+        **shapes.RULES,
+        **indexing.RULES,
+        **products.RULES,
+        **reductions.RULES,
+        **factories.RULES,
+        **modules.RULES,
+    }
+)
+"""The built-in rules, by torch function, `torch.Tensor` method or leaf module class."""
+
+__all__ = [
+    "RULES",
+    "Contract",
+    "Dims",
+    "Facts",
+    "Forbid",
+    "NoRule",
+    "Op",
+    "Rule",
+    "Rules",
+    "everywhere",
+    "rule",
+]

@@ -1,0 +1,199 @@
+"""What a parallelized model knows of its split (`model.autotp`), and its state dict, whole and local."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .errors import ShardStateError
+from .gradients import is_watched, watch
+from .layers.attention import turn_off_fast_path
+from .layouts import ParamLayout, put, take
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one parameter or buffer lies over the ranks and what its gradient needs (`gradients.watch`)."""
+    layout: ParamLayout | None
+    how: str = "own"
+    once: bool = False
+
+
+@dataclass
+class ShardState:
+    """The split of one model, kept as `model.autotp` on the module that was parallelized.
+
+    comm: the ranks. held: by first name, every parameter or buffer that is not simply replicated. plan: what
+    was done.
+    """
+    comm: Comm
+    held: Mapping[str, Held]
+    plan: Plan | None = None
+    owners: list[tuple[nn.Module, str, Held]] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def prepare(cls, model: nn.Module, plan: Plan, comm: Comm) -> ShardState:
+        """From a plan, before the model is changed. ShardStateError where the plan is not of this model."""
+        held = {}
+        for name, p in plan.params.items():
+            shape = tuple(model.get_parameter(name).shape)
+            if shape != tuple(p.shape):
+                raise ShardStateError(f"the plan knows {name} as {tuple(p.shape)}, this model's is {shape}; plan "
+                                      "the model that is to be parallelized.")
+            if p.layout is not None or p.once or p.gradient in ("summed", "slots"):
+                held[name] = Held(p.layout, p.gradient, p.once)
+        return cls(comm, held, plan)
+
+    def finish(self, model: nn.Module) -> None:
+        """Install everything on the model whose tensors are local now: hooks for gradients and for loading.
+
+        Raises ShardStateError when a tensor does not have its local shape.
+        """
+        by_tensor: dict[int, Held] = {}
+        for name, held in self.held.items():
+            tensor = _tensor(model, name)
+            if held.layout is not None and tuple(tensor.shape) != held.layout.local_shape(self.comm.rank):
+                raise ShardStateError(
+                    f"{name} has shape {tuple(tensor.shape)} on rank {self.comm.rank}, its layout says "
+                    f"{held.layout.local_shape(self.comm.rank)} of {tuple(held.layout.shape)}.")
+            by_tensor[id(tensor)] = held
+        self.owners = [(module, own, by_tensor[id(tensor)]) for module in model.modules()
+                       for own, tensor in _own_tensors(module) if id(tensor) in by_tensor]
+        for module in dict.fromkeys(module for module, _, _ in self.owners):
+            mine = {own: held for owner, own, held in self.owners if owner is module}
+            module.register_load_state_dict_pre_hook(_SliceLoaded(mine, self.comm))
+            module.register_load_state_dict_post_hook(_WatchLoaded(mine, self.comm))
+        self.watch()
+        turn_off_fast_path(model)
+        model.autotp = self  # type: ignore[assignment]
+        # A deep copy loses its parameters' hooks; without them gradients would be wrong and say nothing.
+        model.register_forward_pre_hook(_watch_copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
+        return ShardState(self.comm, self.held, self.plan, copy.deepcopy(self.owners, memo))
+
+    def watch(self) -> None:
+        """Put the gradients' hooks on the parameters that lack them."""
+        for module, own, held in self.owners:
+            param = module._parameters.get(own)
+            if param is not None:
+                watch(param, self.comm, held.layout, held.how, held.once)
+
+
+@dataclass(frozen=True)
+class _SliceLoaded:
+    """Before a module loads: a whole tensor becomes this rank's part; a local one is taken as it is."""
+    held: Mapping[str, Held]
+    comm: Comm
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
+                 strict: bool, missing: list[str], unexpected: list[str], errors: list[str]) -> None:
+        for own, held in self.held.items():
+            tensor = state_dict.get(prefix + own)
+            if not isinstance(tensor, Tensor):
+                continue
+            layout, rank = held.layout, self.comm.rank
+            if layout is not None and tuple(tensor.shape) == tuple(layout.shape):
+                part = take(tensor, layout, rank)
+                # Assigned tensors stay: they must not keep the whole one's memory.
+                state_dict[prefix + own] = part.clone() if metadata.get("assign_to_params_buffers") else part
+            elif layout is not None and tuple(tensor.shape) != layout.local_shape(rank):
+                errors.append(
+                    f"{prefix + own} has shape {tuple(tensor.shape)} in the state dict; this model is split over "
+                    f"tp={self.comm.size}: give the whole tensor, {tuple(layout.shape)}, or rank {rank}'s part, "
+                    f"{layout.local_shape(rank)}.")
+            elif held.once and rank > 0:
+                state_dict[prefix + own] = torch.zeros_like(tensor)
+
+
+@dataclass(frozen=True)
+class _WatchLoaded:
+    """After a module has loaded: `assign=True` put in new parameters, which need the gradients' hooks."""
+    held: Mapping[str, Held]
+    comm: Comm
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        for own, held in self.held.items():
+            param = module._parameters.get(own)
+            if param is not None:
+                watch(param, self.comm, held.layout, held.how, held.once)
+
+
+def _watch_copies(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    state: ShardState = module.autotp  # type: ignore[assignment]
+    for owner, own, _ in state.owners:
+        param = owner._parameters.get(own)
+        if param is not None and param.requires_grad:
+            if not is_watched(param):
+                state.watch()
+            return                               # one tells for all
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    found: Tensor | None = module._parameters.get(own)
+    found = module._buffers.get(own) if found is None else found
+    if found is None:
+        raise ShardStateError(f"{type(model).__name__} has no parameter or buffer {name}")
+    return found
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        for own, tensor in tensors.items():
+            if tensor is not None:
+                yield own, tensor
+
+
+# ---------------------------------------------------------------- whole again
+def gather(local: Tensor, layout: ParamLayout, comm: Comm) -> Tensor:
+    """The full tensor, on every rank, from each rank's part. Collective; bit for bit what was split."""
+    parts = [layout.local_shape(rank) for rank in range(comm.size)]
+    counts = [torch.Size(shape).numel() for shape in parts]
+    flat = comm.all_gather(local.detach().reshape(-1), 0, counts)
+    full = local.new_empty(layout.shape)
+    for rank, part in enumerate(flat.split(counts)):
+        put(full, part.view(parts[rank]), layout, rank)
+    return full
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of the unsharded model, on every rank: its names, full shapes, the same bits; ties are
+    kept.
+
+    Collective: every rank must call it. Whole tensors are the model's own, as in `state_dict()`; a model that
+    is not parallelized gives its `state_dict()`. Needs memory for one whole model on each rank.
+    """
+    with torch.no_grad():
+        tensors = model.state_dict(keep_vars=True)
+        states = [s for m in model.modules() if isinstance(s := vars(m).get("autotp"), ShardState)]
+        held = {id(tensor): (state, how) for state in states for module, own, how in state.owners
+                for name, tensor in _own_tensors(module) if name == own}
+        done: dict[int, Tensor] = {}
+        full: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                full[name] = tensor              # extra state of a module
+                continue
+            if id(tensor) not in done:
+                here = held.get(id(tensor))
+                done[id(tensor)] = tensor.detach() if here is None else _whole(tensor, *here)
+            full[name] = done[id(tensor)]
+        return full
+
+
+def _whole(tensor: Tensor, state: ShardState, held: Held) -> Tensor:
+    if held.layout is not None:
+        return gather(tensor, held.layout, state.comm)
+    return state.comm.broadcast(tensor.detach(), 0) if held.once else tensor.detach()
