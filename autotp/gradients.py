@@ -235,8 +235,8 @@ _NORMS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm, torch.norm: _tensor_norm, Tensor.norm: _tensor_norm,
     torch.linalg.norm: _linalg_norm, torch._foreach_norm: _foreach_norm,
 }
-_COPIES = {Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.half,
-           Tensor.bfloat16, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach,
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double,
+           Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach,
            Tensor.data.__get__}  # type: ignore[attr-defined]
 _FINDS_INF = {torch._amp_foreach_non_finite_check_and_unscale_}
 

@@ -46,8 +46,8 @@ class ShardState:
         for name, p in plan.params.items():
             shape = tuple(model.get_parameter(name).shape)
             if shape != tuple(p.shape):
-                raise ShardStateError(f"the plan knows {name} as {tuple(p.shape)}, this model's is {shape}; plan "
-                                      "the model that is to be parallelized.")
+                raise ShardStateError(f"the plan knows {name} as {tuple(p.shape)}, this model's is {shape}; "
+                                      "plan the model that is to be parallelized.")
             if p.layout is not None or p.once or p.gradient in ("summed", "slots"):
                 held[name] = Held(p.layout, p.gradient, p.once)
         return cls(comm, held, plan)
@@ -107,9 +107,9 @@ class _SliceLoaded:
                 state_dict[prefix + own] = part.clone() if metadata.get("assign_to_params_buffers") else part
             elif layout is not None and tuple(tensor.shape) != layout.local_shape(rank):
                 errors.append(
-                    f"{prefix + own} has shape {tuple(tensor.shape)} in the state dict; this model is split over "
-                    f"tp={self.comm.size}: give the whole tensor, {tuple(layout.shape)}, or rank {rank}'s part, "
-                    f"{layout.local_shape(rank)}.")
+                    f"{prefix + own} has shape {tuple(tensor.shape)} in the state dict; this model is split "
+                    f"over tp={self.comm.size}: give the whole tensor, {tuple(layout.shape)}, or rank {rank}'s "
+                    f"part, {layout.local_shape(rank)}.")
             elif held.once and rank > 0:
                 state_dict[prefix + own] = torch.zeros_like(tensor)
 

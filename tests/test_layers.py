@@ -379,14 +379,14 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
         def forward(self, ids):
             return F.embedding(ids, self.weight)
 
-    twice = (((0, 4),), ((2, 4),))
+    twice, by_freq = (((0, 4),), ((2, 4),)), nn.Embedding(4, 2, scale_grad_by_freq=True)
     cases = [
         (lambda: make.make_column(nn.ReLU(), halves, comm), "ReLU is no linear"),
         (lambda: make.make_row(nn.Linear(4, 2), twice, comm), "held once each"),
         (lambda: make.make_row(nn.Linear(4, 2), halves, comm, "sum"), "reduce='sum' is not one of"),
         (lambda: make.make_vocab_embedding(nn.Embedding(4, 2, max_norm=1.0), halves, comm), "max_norm"),
         (lambda: make.make_vocab_embedding(nn.Embedding(4, 2, sparse=True), halves, comm), "sparse"),
-        (lambda: make.make_vocab_embedding(nn.Embedding(4, 2, scale_grad_by_freq=True), halves, comm), "by_freq"),
+        (lambda: make.make_vocab_embedding(by_freq, halves, comm), "scale_grad_by_freq"),
         (lambda: make.make_feature_embedding(nn.Embedding(2, 4, max_norm=1.0), halves, comm), "max_norm"),
         (lambda: make.make_vocab_embedding(OwnLookup(4, 2), halves, comm), "does its own lookup"),
         (lambda: make.make_norm(nn.LayerNorm((3, 4)), halves, comm), r"normalized_shape \(3, 4\) cannot"),
