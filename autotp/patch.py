@@ -60,7 +60,7 @@ class _Swap:
         names = ", ".join(r.old.co_name for r in self.variants)
         raise PatchError(
             f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here "
-            "when the model was recorded. Was the attention implementation changed? Change it before parallelizing."
+            "when the model was recorded. Was the attention implementation changed? Do that before parallelizing."
         )
 
 
