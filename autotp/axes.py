@@ -1,19 +1,20 @@
 """Axis trees: what a dim of a tensor is made of.
 
-An axis is a *leaf* (nothing splits it), a *product* of axes (major to minor: what `view` merges and splits) or a
-*concatenation* of axes (what `cat` joins and `split`, `chunk` and slices cut). Axes are union-find nodes: `unify` makes two
-axes one, and a leaf may later be refined into a product or a concatenation, in place, for everyone who holds it.
+An axis is a *leaf* (nothing splits it), a *product* of axes (major to minor: what `view` merges and splits)
+or a *concatenation* of axes (what `cat` joins and `split`, `chunk` and slices cut). Axes are union-find
+nodes: `unify` makes two axes one, and a leaf may later be refined into a product or a concatenation, in
+place, for everyone who holds it.
 
     view(b, s, heads, 64) of [b, s, 768]      768  becomes  product(12, 64)
     split(768, dim=-1)    of [b, s, 2304]     2304 becomes  concat(768, 768, 768)
 
-Two sizes of 12 are never taken for the same axis because they are equal: every leaf starts alone, and only the meaning of
-an operation unifies. This is the factor view of OpenXLA Shardy's sharding rules and of GSPMD (arXiv 2105.04663), extended
-by concatenation, which fused projections need.
+Two sizes of 12 are never taken for the same axis because they are equal: every leaf starts alone, and only
+the meaning of an operation unifies. This is the factor view of OpenXLA Shardy's sharding rules and of GSPMD
+(arXiv 2105.04663), extended by concatenation, which fused projections need.
 
-Sizes are positive or zero ints. Axes of size 1 are dropped from products and never unified: a dim of size 1 broadcasts and
-says nothing. Axes of size 0 are dropped from concatenations. So a part is always smaller than the whole, and no axis
-can come to contain itself.
+Sizes are positive or zero ints. Axes of size 1 are dropped from products and never unified: a dim of size 1
+broadcasts and says nothing. Axes of size 0 are dropped from concatenations. So a part is always smaller than
+the whole, and no axis can come to contain itself.
 """
 
 import math
@@ -57,7 +58,8 @@ class Axis:
 
     @property
     def parts(self) -> list["Axis"]:
-        """The representatives of a product's factors (major to minor) or a concatenation's segments; [] for a leaf."""
+        """The representatives of a product's factors (major to minor) or a concatenation's segments; [] for a
+        leaf."""
         return [part.find() for part in self.find()._parts]
 
     def __repr__(self) -> str:
@@ -116,7 +118,8 @@ def leaves(axis: Axis) -> list[Axis]:
 
 
 def occurrences(axis: Axis) -> Counter[Axis]:
-    """How often each leaf indexes one element of `axis`: 1, or more where a product has the same leaf as two factors."""
+    """How often each leaf indexes one element of `axis`: 1, or more where a product has the same leaf as two
+    factors."""
     axis = axis.find()
     if axis._kind == "leaf":
         return Counter([axis] if axis.size > 1 else [])
@@ -143,8 +146,8 @@ def unify(a: Axis, b: Axis) -> Axis:
 def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Cut `axis` into consecutive segments of `sizes`; an axis per size.
 
-    A product is cut along its major factor. Raises `AxisConflict`, with nothing changed, where the cut runs through a step
-    of it."""
+    A product is cut along its major factor. Raises `AxisConflict`, with nothing changed, where the cut runs
+    through a step of it."""
     if sum(sizes) != axis.size:
         raise AxisConflict(f"an axis of size {axis.size} was cut into {list(sizes)}")
     with _Trail() as trail:
@@ -152,7 +155,8 @@ def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
 
 
 def split(axis: Axis, minor: int) -> tuple[Axis, Axis]:
-    """`axis` as (major, minor) factors, the minor one of size `minor`. Raises `AxisConflict` where it does not divide so."""
+    """`axis` as (major, minor) factors, the minor one of size `minor`. Raises `AxisConflict` where it does
+    not divide so."""
     if minor <= 0 or axis.size % minor:
         raise AxisConflict(f"an axis of size {axis.size} does not divide into steps of {minor}")
     major, low = reshape([axis], [axis.size // minor, minor])
@@ -162,7 +166,8 @@ def split(axis: Axis, minor: int) -> tuple[Axis, Axis]:
 def reshape(dims: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
     """The axes of a tensor with `dims` after `view(shape)` (row-major; `shape` without -1).
 
-    Raises `AxisConflict`, with nothing changed, where a new dim would begin in the middle of an old factor."""
+    Raises `AxisConflict`, with nothing changed, where a new dim would begin in the middle of an old
+    factor."""
     shape = [int(size) for size in shape]
     if math.prod(shape) != math.prod(dim.size for dim in dims):
         raise AxisConflict(
@@ -187,7 +192,8 @@ def reshape(dims: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
 
 
 def layout(axis: Axis, held: Mapping[Axis, Ranges]) -> Ranges:
-    """The index ranges of `axis`, in order, that someone holds who holds only `held[leaf]` of some leaves (by representative).
+    """The index ranges of `axis`, in order, that someone holds who holds only `held[leaf]` of some leaves (by
+    representative).
 
     Adjacent ranges are joined. A leaf that is not in `held` is held whole."""
     axis = axis.find()
@@ -224,10 +230,11 @@ def layout(axis: Axis, held: Mapping[Axis, Ranges]) -> Ranges:
 
 
 def show(axis: Axis, names: dict[Axis, str] | None = None) -> str:
-    """`axis` in words: `4a*2b*16c` for a product, `64a|64b` for a concatenation, the size alone for a size of 1 or 0.
+    """`axis` in words: `4a*2b*16c` for a product, `64a|64b` for a concatenation, the size alone for a size of
+    1 or 0.
 
-    `names` (representative leaf → name) is extended by a letter for each leaf it lacks: pass the same dict again and
-    the letters keep their meaning."""
+    `names` (representative leaf → name) is extended by a letter for each leaf it lacks: pass the same dict
+    again and the letters keep their meaning."""
     names = {} if names is None else names
     axis = axis.find()
     if axis.size <= 1:
@@ -280,7 +287,8 @@ def _unify(a: Axis, b: Axis, trail: _Trail) -> None:
         _align(segments(a)[::-1], segments(b)[::-1], list.pop, _push_cut, trail)
         structured = a
     else:
-        # A product that equals a concatenation is cut along its major factor, and stays a product: (x|y)*m says both.
+        # A product that equals a concatenation is cut along its major factor, and stays a product: (x|y)*m
+        # says both.
         structured, other = (a, b) if a._kind == "product" else (b, a)
         pieces = segments(other)
         for piece, segment in zip(_cut(structured, [s.size for s in pieces], trail), pieces, strict=True):
@@ -306,7 +314,8 @@ def _align(
     push: Callable[[list[Axis], Axis, int, _Trail], None],
     trail: _Trail,
 ) -> None:
-    """Walk two lists of the same total from their ends, splitting the bigger of the two last, and unify pair by pair."""
+    """Walk two lists of the same total from their ends, splitting the bigger of the two last, and unify pair
+    by pair."""
     while xs and ys:
         x, y = pop(xs), pop(ys)
         if x.size == y.size:

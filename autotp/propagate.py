@@ -1,8 +1,10 @@
-"""Runs the rules over a captured graph: the axes of every dim of every value, and what each operation does to them.
+"""Runs the rules over a captured graph: the axes of every dim of every value, and what each operation does to
+them.
 
-Two nets are under every rule. An axis of an operand that is neither in the result nor reduced is needed whole, whatever the
-rule forgot to say. An axis made by an operation and not constant along it is positional. A leaf that would index one element
-twice (rows and columns of a score matrix over one sequence) cannot be sharded there: each rank would hold a diagonal block.
+Two nets are under every rule. An axis of an operand that is neither in the result nor reduced is needed
+whole, whatever the rule forgot to say. An axis made by an operation and not constant along it is positional.
+A leaf that would index one element twice (rows and columns of a score matrix over one sequence) cannot be
+sharded there: each rank would hold a diagonal block.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ __all__ = ["Axes", "Contract", "Facts", "Forbid", "propagate"]
 
 @dataclass
 class Axes:
-    """of: per node a list with an axis per dim (a list of lists where the result is a tuple; [] for what is no tensor).
-    params: the same by the name of each parameter and buffer; tied ones share a list. facts: per node. unknown: the
-    operations without a rule, or whose rule failed, with the reason: every axis they touch is forbidden there."""
+    """of: per node a list with an axis per dim (a list of lists where the result is a tuple; [] for what is
+    no tensor). params: the same by the name of each parameter and buffer; tied ones share a list. facts: per
+    node. unknown: the operations without a rule, or whose rule failed, with the reason: every axis they touch
+    is forbidden there."""
 
     of: dict[fx.Node, Any] = field(default_factory=dict)
     params: dict[str, Dims] = field(default_factory=dict)
@@ -71,7 +74,7 @@ def find_rule(node: fx.Node, module: nn.Module | None, rules: Rules) -> Rule | N
         classes = type(module).__mro__ if cls is None else (*type(module).__mro__[:1], cls)
         return next((rules[c] for c in classes if c in rules), None)
     if target is getattr:
-        target = getattr(torch.Tensor, node.args[1], None)  # type: ignore[arg-type]
+        target = getattr(torch.Tensor, node.args[1], None)
     return rules.get(target) if isinstance(target, Hashable) else None
 
 
@@ -98,8 +101,8 @@ def _apply(
         dims = rule(op)
         _check_sizes(dims, op.out)
     except (AxisConflict, NoRule, IndexError, KeyError, TypeError, ValueError) as error:
-        # A rule that meets arguments it does not know is as good as none: the operation is reported, and nothing
-        # it touches is sharded there.
+        # A rule that meets arguments it does not know is as good as none: the operation is reported, and
+        # nothing it touches is sharded there.
         why = (
             str(error)
             if isinstance(error, (AxisConflict, NoRule))
@@ -142,7 +145,8 @@ def _nets(op: Op, dims: Any, module: nn.Module | None, param: Any, unknown: bool
 
 
 def _operand_dims(op: Op) -> Iterator[tuple[int | str, Dims]]:
-    for key, value in (*enumerate(op.args), *op.kwargs.items()):
+    given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs.items()]
+    for key, value in given:
         for node in _nodes(value):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield key, op.of(node)

@@ -1,4 +1,5 @@
-"""One short rule per operation: which dims of operands and results are the same axis, and what is done to each."""
+"""One short rule per operation: which dims of operands and results are the same axis, and what is done to
+each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -20,9 +20,9 @@ def constant(op: Op) -> Dims:
 
 
 @here(*everywhere(
-    "arange", "range", "linspace", "logspace", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "rand", "randn",
-    "randint", "randperm", "tril_indices", "triu_indices", "hann_window", "hamming_window", "from_numpy", "new_tensor",
-    "complex_from", "combinations",
+    "arange", "range", "linspace", "logspace", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor",
+    "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "hann_window", "hamming_window",
+    "from_numpy", "new_tensor", "complex_from", "combinations",
 ))  # fmt: skip
 def table(op: Op) -> Dims:
     if op.has(0):

@@ -171,8 +171,8 @@ def gather(op: Op) -> Dims:
 
 
 def _beside(op: Op, index: Dims, x: Dims, dim: int) -> Dims:
-    """`index` with the other dims of `x` unified into it. Where `index` covers only the first of `x`'s positions, both are
-    needed whole."""
+    """`index` with the other dims of `x` unified into it. Where `index` covers only the first of `x`'s
+    positions, both are needed whole."""
     result = list(index)
     for i, (a, b) in enumerate(zip(index, x, strict=True)):
         if i == dim or a.size == b.size == 1:

@@ -82,9 +82,9 @@ def conv(op: Op) -> Dims:
 
 
 @here(
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid,
-    nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink, nn.Tanh, nn.Softplus,
-    nn.Softsign, nn.Threshold, nn.Dropout, nn.AlphaDropout,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
+    nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink,
+    nn.Tanh, nn.Softplus, nn.Softsign, nn.Threshold, nn.Dropout, nn.AlphaDropout,
 )  # fmt: skip
 def pointwise(op: Op) -> Dims:
     return op.dims((0, "input"))
@@ -129,10 +129,11 @@ def reshaped(op: Op) -> Dims:
 
 @here(nn.MultiheadAttention)
 def multihead_attention(op: Op) -> list[Any]:
-    """query [batch, q, i], key [batch, k, i], value [batch, k, i] (or sequence first, or no batch) -> [batch, q, o].
+    """query [batch, q, i], key [batch, k, i], value [batch, k, i] (or sequence first, or no batch) -> [batch,
+    q, o].
 
-    The heads axis is split off the projections: in_proj is q | k | v, each heads * head_dim; out_proj reads heads *
-    head_dim."""
+    The heads axis is split off the projections: in_proj is q | k | v, each heads * head_dim; out_proj reads
+    heads * head_dim."""
     module: Any = op.module
     heads, head_dim = leaf(module.num_heads), leaf(module.head_dim)
     merged = product([heads, head_dim])

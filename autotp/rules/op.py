@@ -30,8 +30,9 @@ class NoRule(AutotpError):
 class Contract:
     """The operation reduces over `axis`, so a sharded one leaves each rank with a part of the result.
 
-    how: `sum`, `mean`, `max`, `min` (what combines the parts), `lookup` (rows of a table: the rank that lacks a row adds
-    zero), `norm` (statistics over the axis, which itself passes through). weight: the parameter it is reduced with."""
+    how: `sum`, `mean`, `max`, `min` (what combines the parts), `lookup` (rows of a table: the rank that lacks
+    a row adds zero), `norm` (statistics over the axis, which itself passes through). weight: the parameter it
+    is reduced with."""
 
     axis: Axis
     how: How
@@ -50,11 +51,11 @@ class Forbid:
 class Facts:
     """What an operation does to the axes of its operands.
 
-    linear: None, or ("joint" | "each", operands): the result is linear in those operands together (add, cat) or in each
-    alone (mul, matmul). addends: operands added to the result; where it is a partial sum, a replicated one enters once.
-    Operands are argument positions or keyword names, as the call gave them. positional: axes made here along which values
-    depend on the position: made whole, and sliced. fill: axes made here along which the value is constant: a local size
-    is right."""
+    linear: None, or ("joint" | "each", operands): the result is linear in those operands together (add, cat)
+    or in each alone (mul, matmul). addends: operands added to the result; where it is a partial sum, a
+    replicated one enters once. Operands are argument positions or keyword names, as the call gave them.
+    positional: axes made here along which values depend on the position: made whole, and sliced. fill: axes
+    made here along which the value is constant: a local size is right."""
 
     contracts: list[Contract] = field(default_factory=list)
     forbids: list[Forbid] = field(default_factory=list)
@@ -148,7 +149,8 @@ class Op:
                 self.facts.forbids.append(Forbid(axis, why))
 
     def contract(self, axis: Axis, how: How = "sum", weight: Operand | None = None) -> None:
-        """The operation reduces over `axis`; weight: the operand, or for a leaf module its parameter, it does that with."""
+        """The operation reduces over `axis`; weight: the operand, or for a leaf module its parameter, it does
+        that with."""
         if axis.size <= 1:
             return
         name = None
@@ -188,7 +190,8 @@ class Op:
         return axis
 
     def broadcast(self, *operands: Dims, shape: Sequence[int] | None = None) -> Dims:
-        """The axes of operands broadcast together. A dim of size 1 that is stretched says nothing of the others."""
+        """The axes of operands broadcast together. A dim of size 1 that is stretched says nothing of the
+        others."""
         shape = self.shape if shape is None else shape
         result: list[Axis | None] = [None] * len(shape)
         for dims in operands:

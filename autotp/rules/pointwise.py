@@ -18,18 +18,19 @@ def all_operands(op: Op) -> Dims:
 
 
 @here(*everywhere(
-    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atan2", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip",
-    "copysign", "cos", "cosh", "digamma", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix",
-    "floor", "floor_divide", "floordiv", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "greater", "greater_equal", "gt",
-    "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot", "invert", "isclose", "isfinite", "isinf",
-    "isnan", "isneginf", "isposinf", "le", "leaky_relu", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2",
-    "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "lt", "maximum", "minimum",
-    "mish", "mod", "nan_to_num", "ne", "nextafter", "not_equal", "pow", "reciprocal", "relu", "relu6", "remainder",
-    "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink",
-    "softsign", "sqrt", "square", "tan", "tanh", "tanhshrink", "threshold", "trunc", "truncate", "xlogy", "and", "or", "xor",
-    "lshift", "rshift", "polar", "addcmul", "addcdiv", "lerp", "expit", "long", "int", "bool", "short", "char",
-    "sgn", "ldexp",
+    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atan2", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "ceil", "celu", "clamp",
+    "clamp_max", "clamp_min", "clip", "copysign", "cos", "cosh", "digamma", "elu", "eq", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "fix", "floor", "floor_divide", "floordiv", "fmax", "fmin", "fmod",
+    "frac", "gcd", "ge", "gelu", "greater", "greater_equal", "gt", "hardshrink", "hardsigmoid", "hardswish",
+    "hardtanh", "heaviside", "hypot", "invert", "isclose", "isfinite", "isinf", "isnan", "isneginf",
+    "isposinf", "le", "leaky_relu", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2",
+    "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "lt",
+    "maximum", "minimum", "mish", "mod", "nan_to_num", "ne", "nextafter", "not_equal", "pow", "reciprocal",
+    "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "signbit", "silu",
+    "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "tan", "tanh",
+    "tanhshrink", "threshold", "trunc", "truncate", "xlogy", "and", "or", "xor", "lshift", "rshift", "polar",
+    "addcmul", "addcdiv", "lerp", "expit", "long", "int", "bool", "short", "char", "sgn", "ldexp",
 ))  # fmt: skip
 @here(
     torch.Tensor.__rdiv__, torch.Tensor.__rsub__, torch.Tensor.__rpow__, torch.Tensor.__rfloordiv__,
@@ -67,8 +68,9 @@ def div(op: Op) -> Dims:
 
 
 @here(*everywhere(
-    "neg", "negative", "positive", "pos", "clone", "contiguous", "detach", "alias", "conj", "resolve_conj", "resolve_neg",
-    "conj_physical", "deg2rad", "rad2deg", "requires_grad_", "data", "real", "imag", "cpu", "cuda", "view_as_real_copy",
+    "neg", "negative", "positive", "pos", "clone", "contiguous", "detach", "alias", "conj", "resolve_conj",
+    "resolve_neg", "conj_physical", "deg2rad", "rad2deg", "requires_grad_", "data", "real", "imag", "cpu",
+    "cuda", "view_as_real_copy",
 ))  # fmt: skip
 def linear_unary(op: Op) -> Dims:
     op.linear("each", (0, "input"))

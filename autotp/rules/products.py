@@ -32,10 +32,8 @@ def multiply_by_weight(op: Op, x: Dims, weight: Dims, name: Operand, bias: Opera
 
 @here(*everywhere("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner"), torch.Tensor.__rmatmul__)
 def matmul(op: Op) -> Dims:
-    left: Operand = (0, "input", "self")[0:2]  # type: ignore[assignment]
-    right: Operand = (
-        1 if op.key(1) is not None else next(k for k in ("other", "mat2", "vec", "tensor") if k in op.kwargs)
-    )
+    left: Operand = (0, "input")
+    right: Operand = next(key for key in (1, "other", "mat2", "vec2", "vec", "tensor") if op.has(key))
     if op.node.target is torch.Tensor.__rmatmul__:
         left, right = right, left
     op.linear("each", left, right)
@@ -187,7 +185,8 @@ GROUPED = [f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_
 
 @here(*GROUPED)
 def grouped_mm(op: Op) -> Dims:
-    """x [rows, i], weight [groups, i, o], offs [groups]: rows up to offs[0] times weight[0], and so on -> [rows, o]."""
+    """x [rows, i], weight [groups, i, o], offs [groups]: rows up to offs[0] times weight[0], and so on ->
+    [rows, o]."""
     x, weight = op.dims((0, "mat_a")), op.dims((1, "mat_b"))
     if len(x) != 2 or len(weight) != 3 or not op.has("offs"):
         raise NoRule("grouped_mm other than [rows, in] @ [groups, in, out]")

@@ -73,8 +73,8 @@ def _contract(op: Op, how: How, linear: bool) -> Dims:
 
 
 @here(*everywhere(
-    "prod", "logsumexp", "norm", "vector_norm", "var", "std", "any", "all", "argmax", "argmin", "count_nonzero", "median",
-    "nanmedian", "mode", "aminmax", "var_mean", "std_mean",
+    "prod", "logsumexp", "norm", "vector_norm", "var", "std", "any", "all", "argmax", "argmin",
+    "count_nonzero", "median", "nanmedian", "mode", "aminmax", "var_mean", "std_mean",
 ))  # fmt: skip
 def reduce_whole(op: Op) -> Any:
     x = op.dims((0, "input"))
@@ -199,7 +199,8 @@ def norm_channels(op: Op, x: Dims, over: Dims, *params: Dims | None) -> Dims:
 
 @here(F.cross_entropy, F.nll_loss)
 def cross_entropy(op: Op) -> Dims:
-    """input [batch, classes, *space] or [classes], target [batch, *space] of class indices, or like the input."""
+    """input [batch, classes, *space] or [classes], target [batch, *space] of class indices, or like the
+    input."""
     x, target = op.dims((0, "input")), op.dims((1, "target"))
     at = 0 if len(x) == 1 else 1
     op.forbid(x[at], "the loss normalises over it")
@@ -215,7 +216,8 @@ def cross_entropy(op: Op) -> Dims:
 
 
 @here(*everywhere(
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
 ))  # fmt: skip
 def elementwise_loss(op: Op) -> Dims:
     operands = [op.dims(key) for key in (*range(len(op.args)), *op.kwargs) if op.has(key)]
@@ -226,7 +228,8 @@ def elementwise_loss(op: Op) -> Dims:
 
 
 def _loss(op: Op, axes: Dims, plain_mean: bool) -> Dims:
-    """The loss of each element, or their sum or mean. The mean of a loss may count only some elements: then not in parts."""
+    """The loss of each element, or their sum or mean. The mean of a loss may count only some elements: then
+    not in parts."""
     if op.shape:
         return axes
     for axis in axes:

@@ -1,7 +1,8 @@
 """Operations that move, merge, split, join and repeat dims and leave the values as they are."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,8 @@ def squeeze(op: Op) -> Dims:
 
 
 @here(*everywhere(
-    "transpose", "permute", "t", "T", "mT", "H", "mH", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims",
+    "transpose", "permute", "t", "T", "mT", "H", "mH", "adjoint", "movedim", "moveaxis", "swapaxes",
+    "swapdims",
 ))  # fmt: skip
 def permute(op: Op) -> Dims:
     op.linear("each", (0, "input"))
@@ -44,7 +46,8 @@ def permute(op: Op) -> Dims:
     # Run on a tensor whose sizes are all different, the operation itself says which dim goes where.
     probe = torch.empty(tuple(range(2, 2 + len(x))), device="meta")
     kwargs = {key: value for key, value in op.kwargs.items() if key != "input"}
-    return [x[size - 2] for size in op.node.target(probe, *op.args[1:], **kwargs).shape]
+    moved = cast(Callable[..., torch.Tensor], op.node.target)(probe, *op.args[1:], **kwargs)
+    return [x[size - 2] for size in moved.shape]
 
 
 @here(*everywhere("expand", "expand_as", "broadcast_to"))
