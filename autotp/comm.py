@@ -328,9 +328,9 @@ def agree(comm: Comm, outcome: str | BaseException) -> None:
     """Make sure that all ranks stand at the same point with the same `outcome`, before what can't be undone.
 
     `outcome` is a text that must be equal on all ranks (a digest or a printed plan), or the exception that
-    this rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the first
-    one's error, or with the ranks that differ and the first line in which they do. Never hangs while every rank
-    calls it.
+    this rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the
+    first one's error, or with the ranks that differ and the first line in which they do. Never hangs while
+    every rank calls it.
     """
     failed = isinstance(outcome, BaseException)
     text = f"{type(outcome).__name__}: {outcome}" if failed else outcome

@@ -108,8 +108,8 @@ class _SliceLoaded:
             elif layout is not None and tuple(tensor.shape) != layout.local_shape(rank):
                 errors.append(
                     f"{prefix + own} has shape {tuple(tensor.shape)} in the state dict; this model is split "
-                    f"over tp={self.comm.size}: give the whole tensor, {tuple(layout.shape)}, or rank {rank}'s "
-                    f"part, {layout.local_shape(rank)}.")
+                    f"over tp={self.comm.size}: give the whole tensor, {tuple(layout.shape)}, or rank "
+                    f"{rank}'s part, {layout.local_shape(rank)}.")
             elif held.once and rank > 0:
                 state_dict[prefix + own] = torch.zeros_like(tensor)
 
