@@ -59,10 +59,9 @@ def _placeholders(recorder: Recorder, inputs: dict[str, Any]) -> dict[str, Any]:
     """Fake inputs in the image of `inputs`, each tensor a placeholder."""
     fakes: dict[int, torch.Tensor] = {}
     for name, tensor in tensors_in(inputs):
-        node = recorder.graph.placeholder(name)
         # One tensor given twice is one value: the last placeholder stands for it.
         fakes.setdefault(id(tensor), fake_like(tensor, recorder.skeleton.mode))
-        recorder.adopt(fakes[id(tensor)], node)
+        recorder.placeholder(name, fakes[id(tensor)])
 
     def faked(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

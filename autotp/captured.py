@@ -78,9 +78,9 @@ class CapturedGraph:
         """Replay the graph on `model`'s parameters; batch and sequence length may differ from the capture's.
 
         Gives what `model(**inputs)` gives, bit for bit, caches left out. At sizes not seen before the
-        skeleton is captured once more and compared. Raises CaptureError where the inputs, their sizes or the
-        model's mode would take its Python another way than the one recorded, and under autograd where an
-        `autograd.Function` gives several tensors.
+        skeleton is captured once more and compared. Raises CaptureError where the inputs, their sizes, dtypes
+        or the model's mode would take its Python another way than the one recorded, and under autograd where
+        an `autograd.Function` gives several tensors.
         """
         if model.training != self.training:
             mode = "train" if self.training else "eval"
@@ -88,6 +88,7 @@ class CapturedGraph:
                 f"The graph was captured in {mode} mode, the model is in the other. Call model.{mode}(), or "
                 "capture again."
             )
+        self._check_dtypes(model)
         self._check_call(inputs)
         given = dict(tensors_in(inputs))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -141,6 +142,15 @@ class CapturedGraph:
                 uses.setdefault(user, []).append(used)
         return uses
 
+    def _check_dtypes(self, model: nn.Module) -> None:
+        now = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        for name, parameter in self.skeleton.named_parameters():
+            if now.get(name, parameter.dtype) != parameter.dtype:
+                raise CaptureError(
+                    f"{name} was {parameter.dtype} in the capture and is {now[name]} now; a capture fixes "
+                    "dtypes. Capture the model again as it is."
+                )
+
     def _check_call(self, inputs: dict[str, Any]) -> None:
         _check_same(self.inputs, inputs, "inputs")
         sizes = _sizes(inputs)
@@ -178,7 +188,7 @@ def _check_same(captured: Any, given: Any, name: str) -> None:
     """Raise CaptureError unless `given` has the structure of `captured`, and the same values for all but
     tensors."""
     if isinstance(captured, torch.Tensor) and isinstance(given, torch.Tensor):
-        if captured.dim() != given.dim() or captured.is_floating_point() != given.is_floating_point():
+        if captured.dim() != given.dim() or captured.dtype != given.dtype:
             raise CaptureError(
                 f"{name} was captured as {captured.dtype} with {captured.dim()} dims and is now "
                 f"{given.dtype} with {given.dim()}. Capture again with inputs like these."
@@ -210,11 +220,15 @@ def _check_same_graph(recorded: fx.Graph, now: fx.Graph) -> None:
     index = {node: i for graph in (recorded, now) for i, node in enumerate(graph.nodes)}
 
     def call(node: fx.Node) -> Any:
+        if (
+            node.op == "get_attr"
+        ):  # of a clone of the skeleton: a constant of either may be a parameter of the other
+            return node.op, node.meta["val"].shape
         return node.op, node.target, map_nodes((node.args, node.kwargs), lambda used: f"#{index[used]}")
 
     for before, after in zip(recorded.nodes, now.nodes, strict=False):
         if call(before) != call(after):
-            site = before.meta.get("site", "the output")
+            site = (after if before.op == "output" else before).meta.get("site", "the output")
             raise CaptureError(
                 f"At these input sizes the model takes another way than in the capture: {site} called "
                 f"{before.format_node()} and now {after.format_node()}. A loop over a size, or a size made a "

@@ -61,6 +61,12 @@ class Recorder(TorchFunctionMode):
             if isinstance(value, torch.Tensor)
         }
 
+    def placeholder(self, name: str, tensor: torch.Tensor) -> None:
+        """An input called `name`."""
+        node = self._last = self.graph.placeholder(name)
+        node.meta.update(scope="", site=Site("", ()), args=(), kwargs={}, grad_enabled=True, mutates=())
+        self._adopt(tensor, node)
+
     def finish(self, inputs: dict[str, Any], output: Any) -> CapturedGraph:
         """What was recorded. inputs: as the user gave them; output: what the skeleton gave."""
         result = self._output(output)
@@ -149,7 +155,7 @@ class Recorder(TorchFunctionMode):
         )
         if not torch.is_grad_enabled():
             self._note_function(node, autograd_function_frame(caller, _BOUNDARY))
-        self.adopt(out, node)
+        self._adopt(out, node)
         return node, out
 
     def _note_function(self, node: fx.Node, frame: FrameType | None) -> None:
@@ -169,7 +175,7 @@ class Recorder(TorchFunctionMode):
         tensors = [tensor for one in changed for tensor in self._sharing.get(_storage(one), [])]
         return tuple(dict.fromkeys(self._nodes[id(tensor)] for tensor in tensors))
 
-    def adopt(self, value: Any, node: fx.Node) -> None:
+    def _adopt(self, value: Any, node: fx.Node) -> None:
         """From here on `value` (a tensor, or nested tuples and lists of them) is what `node` gives."""
         node.meta["val"] = value
         if isinstance(value, torch.Tensor):
@@ -184,7 +190,7 @@ class Recorder(TorchFunctionMode):
                 item = self.graph.create_node("call_function", operator.getitem, (node, i))
                 item.meta.update(node.meta, args=(node, i), kwargs={}, mutates=())
                 self._last = item
-                self.adopt(part, item)
+                self._adopt(part, item)
 
     # --- module calls ---
 
@@ -303,7 +309,7 @@ class Recorder(TorchFunctionMode):
         if attribute is not None:
             node.meta["attribute"] = attribute
         before, self.silent = self.silent, True
-        self.adopt(tensor, node)
+        self._adopt(tensor, node)
         self.silent = before
         return node
 

@@ -228,7 +228,8 @@ def _is_config(value: Any) -> bool:
         or not hasattr(value, "__dict__")
     ):
         return False
-    if type(value).__module__.split(".")[0] in ("torch", "autotp", "builtins", "functools", "collections", "enum"):
+    library = type(value).__module__.split(".")[0]
+    if library in ("torch", "autotp", "builtins", "functools", "collections", "enum"):
         return False
     held = vars(value).values()
     return not any(isinstance(part, (nn.Module, torch.Tensor)) for part in held) and bool(held)

@@ -18,7 +18,9 @@ SEQ2SEQ = dict(
 TOWER = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=1, num_attention_heads=4)
 
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", dict(**SMALL, vocab_size=99, num_key_value_heads=2), {"input_ids", "use_cache"}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", dict(**SMALL, vocab_size=99),
+        {"input_ids", "use_cache"},
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", dict(**SMALL, vocab_size=99), {"input_ids"}),
     "t5": (
         "T5ForConditionalGeneration", "T5Config",
@@ -26,7 +28,8 @@ MODELS = {
         {"input_ids", "decoder_input_ids", "use_cache"},
     ),
     "vit": (
-        "ViTForImageClassification", "ViTConfig", dict(**SMALL, image_size=16, patch_size=4), {"pixel_values"},
+        "ViTForImageClassification", "ViTConfig", dict(**SMALL, image_size=16, patch_size=4),
+        {"pixel_values"},
     ),
     "clip": (
         "CLIPModel", "CLIPConfig",
@@ -49,7 +52,8 @@ MODELS = {
         {"input_values"},
     ),
     "ast": (
-        "ASTForAudioClassification", "ASTConfig", dict(**SMALL, max_length=64, num_mel_bins=32), {"input_values"},
+        "ASTForAudioClassification", "ASTConfig", dict(**SMALL, max_length=64, num_mel_bins=32),
+        {"input_values"},
     ),
 }  # fmt: skip
 

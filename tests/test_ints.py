@@ -1,4 +1,5 @@
-"""Ints that remember where they came from: they are ints in every respect, and their expression gives their value."""
+"""Ints that remember where they came from: they are ints in every respect, and their expression gives their
+value."""
 
 import copy
 import json
