@@ -38,7 +38,8 @@ class _Swap:
     def __init__(self, variants: list[_Rewritten], where: str):
         self.variants = variants
         self.where = where
-        self.known: Any = None  # the last callee and its patched copy
+        # The last callee and its patched copy. torch.compile cannot make the copy: first call it eagerly.
+        self.known: Any = None
 
     def __str__(self) -> str:
         return "the patched " + " or ".join(v.old.co_name for v in self.variants)
@@ -48,9 +49,9 @@ class _Swap:
         known = self.known
         if known is None or known[0] is not function:
             known = self.known = (function, self._patched(function))
-        return (
-            types.MethodType(known[1], callee.__self__) if isinstance(callee, types.MethodType) else known[1]
-        )
+        if isinstance(callee, types.MethodType):
+            return functools.partial(known[1], callee.__self__)  # torch.compile follows it, not a MethodType
+        return known[1]
 
     def _patched(self, callee: Any) -> Any:
         for rewritten in self.variants:
@@ -59,8 +60,8 @@ class _Swap:
                 return new
         names = ", ".join(r.old.co_name for r in self.variants)
         raise PatchError(
-            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here "
-            "when the model was recorded. Was the attention implementation changed? Do that before parallelizing."
+            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here when "
+            "the model was recorded. Was the attention implementation changed? Set it before parallelizing."
         )
 
 

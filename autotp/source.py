@@ -77,6 +77,12 @@ def _compile(body: Sequence[ast.stmt], code: types.CodeType) -> list[types.CodeT
     return codes_in(compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True))
 
 
+def _steps(code: types.CodeType) -> list[dis.Instruction]:
+    """The instructions that compute. Which jumps and fillers stand between them depends on line numbers."""
+    jumps = {*dis.hasjrel, *dis.hasjabs, dis.opmap["NOP"], dis.opmap.get("EXTENDED_ARG", -1)}
+    return [i for i in dis.get_instructions(code) if i.opcode not in jumps]
+
+
 @dataclass(frozen=True)
 class Definition:
     """The source of `code`: the top-level `statement` it is defined in, below the file's `imports`."""
@@ -92,7 +98,7 @@ class Definition:
         code: the code itself or one defined inside it (a comprehension); lasti: as `frame.f_lasti`, in bytes.
         Raises PatchError where that is not one expression on values: iteration, unpacking, `with`.
         """
-        opname = next((i.opname for i in dis.get_instructions(code) if i.offset == lasti), "?")
+        opname = dis.opname[code.co_code[lasti]]
         if sys.version_info >= (3, 11):
             found = self._nodes_at_columns(code, lasti)
         else:
@@ -126,14 +132,18 @@ class Definition:
         copies = [node for node in ast.walk(marked) if hasattr(node, "lineno")]
         for number, node in enumerate(copies, start=1):
             node.lineno = node.end_lineno = number  # type: ignore[attr-defined]
+            node.col_offset = node.end_col_offset = 0  # type: ignore[attr-defined]
         for node in copies:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                node.func.end_lineno = node.lineno  # a method call is placed where the method's name ends
+                node.func.lineno = node.func.end_lineno = node.lineno  # where a method call is placed
         inner = next(i for i, c in enumerate(codes_in(self.code)) if c is code)
         again = _compile([*self.imports, marked], self.code)[self.index + inner]
-        if again.co_code != code.co_code:
+        mine, theirs = _steps(code), _steps(again)
+        step = next((i for i, instruction in enumerate(mine) if instruction.offset == lasti), None)
+        if step is None or [(i.opcode, i.arg) for i in mine] != [(i.opcode, i.arg) for i in theirs]:
             raise PatchError("the expression is not determined by its line; Python 3.11 or later knows it")
-        lines = [line for start, end, line in again.co_lines() if start <= lasti < end]
+        offset = theirs[step].offset
+        lines = [line for start, end, line in again.co_lines() if start <= offset < end]
         return [nodes[line - 1] for line in lines if line]
 
     def compiled(self, statement: ast.stmt, helpers: Sequence[str]) -> types.CodeType:

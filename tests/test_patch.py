@@ -1,5 +1,6 @@
 """A module's own forward, rewritten at single call sites."""
 
+import ast
 import copy
 import functools
 import inspect
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.errors import PatchError
 from autotp.patch import SitePatch, patch_forward, patched_source
 from autotp.sites import Site, frames_below
+from autotp.source import definition_of
 
 CALL = nn.Module._call_impl.__code__
 
@@ -167,6 +169,19 @@ def test_the_item_of_an_augmented_assignment_is_refused():
     with pytest.raises(PatchError, match="augmented"):
         patch_forward(module, {store: SitePatch()})
     assert "forward" not in vars(module)
+
+
+def test_python_310_finds_the_same_nodes_without_columns():
+    found = record(Kinds(), X)
+    (item,) = found.named("mul_")
+    sites = [s for _, s, _ in found.found if s == item or s.frames[-1].lineno != item.frames[-1].lineno]
+    definition = definition_of(Kinds.forward.__code__)
+    for site in sites:
+        frame = site.frames[-1]
+        node = definition.node_at(frame.code, frame.lasti)
+        found = definition._nodes_by_recompiling(frame.code, frame.lasti)
+        assert any(n is node for n in found), ast.unparse(node)
+        assert all(n.end_lineno >= node.lineno for n in found)
 
 
 # --- functions on the way -----------------------------------------------------------------------------------
@@ -470,6 +485,24 @@ def test_every_site_of_a_real_models_modules_patched_trivially(name):
 def in_autograd_function(site):
     """Its forward is called from C++: a patched copy cannot be put in its place."""
     return any(f.code.co_varnames[:1] == ("ctx",) for f in site.frames)
+
+
+@pytest.mark.parametrize("which", ["view", "__getitem__", "matmul"])
+def test_torch_compile_takes_a_patched_forward_in_one_graph(which):
+    module = Kinds()
+    patch_forward(module, {site: SitePatch(after=double) for site in record(module, X).named(which)[:2]})
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    expected = module(X)
+    assert all(torch.equal(value, expected[key]) for key, value in compiled(X).items())
+
+
+def test_torch_compile_follows_patched_functions_and_methods():
+    module = Helped()
+    patch_forward(module, {site: SitePatch(after=double) for site in record(module, X).named("view")})
+    torch._dynamo.reset()
+    expected = module(X)
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(X), expected)
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama_gqa"])
