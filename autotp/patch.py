@@ -60,8 +60,8 @@ class _Swap:
                 return new
         names = ", ".join(r.old.co_name for r in self.variants)
         raise PatchError(
-            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here when "
-            "the model was recorded. Was the attention implementation changed? Set it before parallelizing."
+            f"{self.where}: calls {getattr(callee, '__qualname__', callee)}, but {names} was called here "
+            "when the model was recorded. Was the attention implementation changed? Set it before."
         )
 
 

@@ -171,17 +171,23 @@ def test_the_item_of_an_augmented_assignment_is_refused():
     assert "forward" not in vars(module)
 
 
-def test_python_310_finds_the_same_nodes_without_columns():
+def test_the_node_of_every_site_is_the_operation_that_was_recorded():
+    nodes = {"__rsub__": ast.BinOp, "add": ast.BinOp, "matmul": ast.BinOp, "neg": ast.UnaryOp, "gt": ast.Compare}
+    nodes |= {"__getitem__": ast.Subscript, "__setitem__": ast.Subscript, "__get__": ast.Attribute}
+    nodes |= {"add_": ast.AugAssign, "mul_": ast.AugAssign}
+    definition = definition_of(Kinds.forward.__code__)
     found = record(Kinds(), X)
     (item,) = found.named("mul_")
-    sites = [s for _, s, _ in found.found if s == item or s.frames[-1].lineno != item.frames[-1].lineno]
-    definition = definition_of(Kinds.forward.__code__)
-    for site in sites:
-        frame = site.frames[-1]
-        node = definition.node_at(frame.code, frame.lasti)
-        found = definition._nodes_by_recompiling(frame.code, frame.lasti)
-        assert any(n is node for n in found), ast.unparse(node)
-        assert all(n.end_lineno >= node.lineno for n in found)
+    names = []
+    for name, site, _ in found.found:
+        if site != item and site.frames[-1].lineno == item.frames[-1].lineno:
+            continue
+        node = definition.node_at(site.frames[-1].code, site.frames[-1].lasti)
+        if isinstance(node, ast.Call):
+            names.append((name, node.func.attr))
+        elif name != "mul":  # a method in one place, an operator in another
+            assert isinstance(node, nodes[name]), (name, ast.unparse(node))
+    assert len(names) >= 12 and all(name == method for name, method in names)
 
 
 # --- functions on the way -----------------------------------------------------------------------------------
