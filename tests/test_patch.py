@@ -172,7 +172,7 @@ def test_the_item_of_an_augmented_assignment_is_refused():
 
 
 def test_the_node_of_every_site_is_the_operation_that_was_recorded():
-    nodes = {"__rsub__": ast.BinOp, "add": ast.BinOp, "matmul": ast.BinOp, "neg": ast.UnaryOp, "gt": ast.Compare}
+    nodes = dict.fromkeys(("__rsub__", "add", "matmul"), ast.BinOp) | {"neg": ast.UnaryOp, "gt": ast.Compare}
     nodes |= {"__getitem__": ast.Subscript, "__setitem__": ast.Subscript, "__get__": ast.Attribute}
     nodes |= {"add_": ast.AugAssign, "mul_": ast.AugAssign}
     definition = definition_of(Kinds.forward.__code__)
