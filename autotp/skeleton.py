@@ -165,8 +165,9 @@ class copying_as_fake(TorchFunctionMode):
 
 
 def clone(model: nn.Module) -> Skeleton:
-    """A `Skeleton` of `model`. The user's hooks are left out; torch's and autotp's own, which are part of
-    what the model computes, stay. No data is copied, no random number drawn, `model` is not changed."""
+    """A `Skeleton` of `model`. The user's hooks are left out; those that are part of what the model computes
+    stay: torch's, autotp's, and those of the packages its classes come from. No data is copied, no random
+    number drawn, `model` is not changed."""
     skeleton = Skeleton(model, FakeTensorMode(allow_non_fake_inputs=True))
     modules = dict(model.named_modules())
     memo: dict[int, Any] = {id(old): object.__new__(type(old)) for old in modules.values()}
@@ -174,9 +175,10 @@ def clone(model: nn.Module) -> Skeleton:
         for tensor in (*old._parameters.values(), *old._buffers.values()):
             if tensor is not None:
                 memo[id(tensor)] = skeleton.fake(tensor)
+    packages = {_package(type(old)) for old in modules.values()} - {"torch", "__main__"} | {"autotp"}
     with copying_as_fake(skeleton):
         for old in modules.values():
-            memo[id(old)].__dict__.update(_attributes(old, memo))
+            memo[id(old)].__dict__.update(_attributes(old, memo, packages))
     _choose_implementations(memo[id(old)] for old in modules.values())
     for path, old in modules.items():
         new = memo[id(old)]
@@ -186,17 +188,19 @@ def clone(model: nn.Module) -> Skeleton:
     return skeleton
 
 
+def _module_of(thing: Any) -> str:
+    return getattr(thing, "__module__", None) or type(thing).__module__
+
+
+def _package(thing: Any) -> str:
+    return _module_of(thing).split(".")[0]
+
+
 def _belongs_to_torch(hook: Any) -> bool:
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.startswith("torch.nn.utils.")
+    return _module_of(hook).startswith("torch.nn.utils.")
 
 
-def _stays(hook: Any) -> bool:
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return _belongs_to_torch(hook) or module.split(".")[0] == __name__.split(".")[0]
-
-
-def _attributes(old: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+def _attributes(old: nn.Module, memo: dict[int, Any], packages: set[str]) -> dict[str, Any]:
     new: dict[str, Any] = {}
     for name, value in vars(old).items():
         if name in ("_parameters", "_buffers", "_modules"):
@@ -205,7 +209,9 @@ def _attributes(old: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
             new[name] = None
         elif name.endswith("_hooks") and isinstance(value, dict):
             new[name] = type(value)(
-                (key, copy.deepcopy(hook, memo)) for key, hook in value.items() if _stays(hook)
+                (key, copy.deepcopy(hook, memo))
+                for key, hook in value.items()
+                if _belongs_to_torch(hook) or _package(hook) in packages
             )
         elif isinstance(value, (int, str, float, type(None))):
             new[name] = value
@@ -228,8 +234,7 @@ def _is_config(value: Any) -> bool:
         or not hasattr(value, "__dict__")
     ):
         return False
-    library = type(value).__module__.split(".")[0]
-    if library in ("torch", "autotp", "builtins", "functools", "collections", "enum"):
+    if _package(type(value)) in ("torch", "autotp", "builtins", "functools", "collections", "enum"):
         return False
     held = vars(value).values()
     return not any(isinstance(part, (nn.Module, torch.Tensor)) for part in held) and bool(held)

@@ -130,6 +130,15 @@ def test_the_model_and_the_random_state_are_untouched() -> None:
     assert called == ["hook", "pre-hook"]
 
 
+def test_hooks_that_the_models_own_package_installed_stay() -> None:
+    model, inputs = MODELS["llama_gqa"]()
+    inputs = {**inputs, "output_hidden_states": True}
+    with torch.no_grad():
+        expected = model(**inputs)  # transformers installs hooks that collect the states
+        assert same(capture(model, **inputs).run(model, **inputs), expected)
+    assert len(expected.hidden_states) == 3
+
+
 def test_a_failing_forward_is_located_and_leaves_nothing_behind() -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -297,7 +306,7 @@ def test_tuples_iteration_and_properties() -> None:
         a, b, c = x.split(2, dim=-1)
         values, places = x.max(dim=-1)
         rows = [row * i for i, row in enumerate(x[:2])]
-        return {"a": a @ b.mT, "n": (values, [places]), "rows": torch.stack(rows), "c": c.T.T, "k": 3}
+        return {"a": a @ b.mT, "n": (values, [places]), "rows": torch.stack(rows), "c": c[0].T.T, "k": 3}
 
     captured = replayed(body)
     assert captured.output["k"] == 3
