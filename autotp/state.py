@@ -131,12 +131,13 @@ def _watch_copies(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     state: ShardState = module.autotp  # type: ignore[assignment]
-    for owner, own, _ in state.owners:
-        param = owner._parameters.get(own)
-        if param is not None and param.requires_grad:
-            if not is_watched(param):
-                state.watch()
-            return                               # one tells for all
+    with torch._C.DisableTorchFunction():        # a model being recorded does not see this
+        for owner, own, _ in state.owners:
+            param = owner._parameters.get(own)
+            if param is not None and param.requires_grad:
+                if not is_watched(param):
+                    state.watch()
+                return                           # one tells for all
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

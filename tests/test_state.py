@@ -158,7 +158,21 @@ def _gloo(rank):
     got = train(model, torch.optim.AdamW(model.parameters(), 1e-3), 2.0, True)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     check_state(model, whole, rtol=1e-3, atol=1e-4)
+    compiled_gradients(whole, model)
+    model.block.q.weight.grad[0, 0] = math.nan if rank else 0.0    # backends differ in the maximum of a NaN
+    assert math.isnan(global_norms([model.block.q.weight.grad], math.inf)[0])
     return True
+
+
+def compiled_gradients(whole, model):
+    for m in (whole, model):
+        m.zero_grad()
+    loss_of(whole, batches(1)[0]).backward()
+    loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batches(1)[0]).backward()
+    held = model.autotp.held
+    for name, p in model.named_parameters():
+        want = part(whole.get_parameter(name).grad, held, name, model.autotp.comm.rank)
+        torch.testing.assert_close(p.grad, want, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_processes():
@@ -312,6 +326,27 @@ def test_a_deep_copy_trains_as_well():
         assert model.block.q.weight.grad is None
 
     simulate(2, fn)
+
+
+def test_assigning_to_a_submodule_keeps_its_gradients_right():
+    whole = whole_model()
+    loss_of(whole, batches(1)[0]).backward()
+
+    def fn(comm):
+        model, held = shard(copy.deepcopy(whole), comm)
+        model.zero_grad()
+        model.block.load_state_dict(copy.deepcopy(whole).block.state_dict(), assign=True)
+        loss_of(model, batches(1)[0]).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part(whole.get_parameter(name).grad, held, name, comm.rank))
+
+    simulate(2, fn)
+
+
+def test_finishing_turns_the_fused_encoder_kernel_off():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
+    ShardState(ShapeComm(0, 1), {}).finish(model)
+    assert not model.use_nested_tensor and not model.layers[0].activation_relu_or_gelu
 
 
 def test_frozen_parameters_and_thawing_them():
