@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from .axes import Axis, factors, leaves
-from .flow import Flow, GraphIndex, follow
+from .axes import Axis, factors, leaves, segments
+from .flow import Flow, GraphIndex, describe, follow
 from .layouts import DimLayout
 from .layouts import split as split_evenly
 
@@ -118,15 +118,21 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     """Why this axis can't be sharded at a reasonable price, or None."""
     if flow.problems:
         return flow.problems[0]
-    if not any(e.kind in ("reduce", "gather") for e in flow.edges) and not flow.partial:
-        return None if flow.params else "no weight carries it"
-    inside_gathers = [e for e in flow.edges if e.kind == "gather" and e.user is not None and e.user.op != "output"]
+    if _only_looked_up(index, axis, flow) and sum(_numel(index, p) for p in flow.params) < index.largest_weight:
+        return "a small table: holding it whole is cheaper than a reduction after every look-up"
     weights = sum(_numel(index, p) for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1)
     if not weights:
         return "only vectors carry it"
-    if len(inside_gathers) > 2 * max(1, len(flow.params)):
-        return f"it would be gathered {len(inside_gathers)} times ({inside_gathers[0].why})"
+    for edge in flow.edges:
+        column = edge.source.op == "call_module" and edge.source not in flow.partial
+        if edge.kind == "gather" and not column:
+            return f"{describe(edge.user or edge.source)}: {edge.why}"
     return None
+
+
+def _only_looked_up(index: GraphIndex, axis: Axis, flow: Flow) -> bool:
+    hows = {c.how for n in flow.inside for c in index.axes.facts[n].contracts if axis in leaves(c.axis)}
+    return hows == {"lookup"} and not any(n.op == "call_module" and n not in flow.partial for n in flow.inside)
 
 
 def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, Split] | str:
@@ -157,31 +163,30 @@ def _shared(flow: Flow, other: Flow) -> bool:
 
 
 def _partner(index: GraphIndex, axis: Axis, flow: Flow) -> Axis | None:
-    """The leaf that always follows `axis` in the products of its parameters: queries per key/value head."""
-    after: dict[Axis, int] = defaultdict(int)
+    """The leaf that is always the factor just below `axis` where both are, and that only some of the axis' parameters
+    have: the queries per key/value head."""
+    above: dict[Axis, set[Axis]] = defaultdict(set)
     for name in flow.params:
         for dim in index.axes.params[name]:
             for product in _products(dim):
-                fs = [f.find() for f in factors(product)]
-                for major, minor in zip(fs, fs[1:]):
-                    if major is axis:
-                        after[minor] += 1
-    rows = [leaf for leaf in after if _only_with(index, leaf, axis)]
-    return rows[0] if len(rows) == 1 else None
+                parts = [f.find() for f in factors(product)]
+                for i, minor in enumerate(parts):
+                    above[minor].add(parts[i - 1] if i else minor)
+    found = [
+        minor
+        for minor, majors in above.items()
+        if majors == {axis} and minor.kind == "leaf" and index.holders.get(minor, set()) < index.holders[axis]
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _products(dim: Axis) -> Iterable[Axis]:
     dim = dim.find()
     if dim.kind == "product":
         yield dim
-    for part in dim.parts:
-        yield from _products(part) if dim.kind == "concat" else ()
-
-
-def _only_with(index: GraphIndex, leaf: Axis, axis: Axis) -> bool:
-    """True if every parameter with `leaf` also has `axis`, and some parameter has `axis` alone (the key/value side)."""
-    with_leaf, with_axis = index.holders.get(leaf, set()), index.holders[axis]
-    return bool(with_leaf) and with_leaf <= with_axis and leaf.find().kind == "leaf"
+    elif dim.kind == "concat":
+        for part in segments(dim):
+            yield from _products(part)
 
 
 __all__ = ["Choice", "Split", "choose", "group_split", "leaves"]

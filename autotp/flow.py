@@ -71,15 +71,15 @@ class Flow:
 
 
 def _numel(node: fx.Node) -> int:
-    return sum(t.numel() for t in _tensors(node.meta.get("val")))
+    return sum(t.numel() for t in tensors_of(node.meta.get("val")))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def walk(tree: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Any]]:
@@ -114,6 +114,9 @@ class GraphIndex:
         self._tensors()
         self._axes()
         self.enclosing = self._enclosing()
+        lookups = {c.weight for f in axes.facts.values() for c in f.contracts if c.how == "lookup"}
+        matrices = [p.numel() for n, p in captured.skeleton.named_parameters() if p.ndim > 1 and n not in lookups]
+        self.largest_weight = max(matrices, default=0)
 
     def _tensors(self) -> None:
         for node in self.nodes:
@@ -171,6 +174,14 @@ class GraphIndex:
             value = getattr(value, part)
         return plain(value)
 
+    def looks_up(self, node: fx.Node) -> str | None:
+        """The nn.Embedding whose rows this operation looks up: a leaf call, or the look-up in a subclass's own forward."""
+        facts = self.axes.facts.get(node)
+        if facts is None or not any(c.how == "lookup" for c in facts.contracts):
+            return None
+        path = str(node.target) if node.op == "call_module" else str(node.meta["scope"])
+        return path if isinstance(self.captured.skeleton.get_submodule(path), torch.nn.Embedding) else None
+
     def facts(self, node: fx.Node) -> Facts | None:
         return self.axes.facts.get(node)
 
@@ -180,7 +191,7 @@ class GraphIndex:
 
 
 def has_tensor(node: fx.Node) -> bool:
-    return any(True for _ in _tensors(node.meta.get("val")))
+    return any(True for _ in tensors_of(node.meta.get("val")))
 
 
 def is_store(node: fx.Node) -> bool:
@@ -215,7 +226,10 @@ def follow(index: GraphIndex, axis: Axis, fills: frozenset[fx.Node] = frozenset(
     flow = Flow(axis, fills=set(fills))
     for node in index.touching[axis]:
         _step(index, flow, node)
-    made = {e.source for e in flow.edges if e.kind == "slice" and _is_fill(index, e.source, axis)}
+    made: set[fx.Node] = set()
+    for edge in flow.edges:
+        if edge.kind == "slice":
+            made |= _origins(index, edge.source, axis) or set()
     if made - fills:
         return follow(index, axis, fills | made)
     for node in [n for n in index.touching[axis] if n in flow.partial]:
@@ -223,9 +237,22 @@ def follow(index: GraphIndex, axis: Axis, fills: frozenset[fx.Node] = frozenset(
     return flow
 
 
-def _is_fill(index: GraphIndex, node: fx.Node, axis: Axis) -> bool:
+def _origins(index: GraphIndex, node: fx.Node, axis: Axis) -> set[fx.Node] | None:
+    """The operations that made `axis` in this value, if the value is constant along it from all of them, else None."""
     facts = index.facts(node)
-    return facts is not None and not index.operands[node] and any(axis in leaves(a) for a in facts.fill)
+    carrying = [op.node for op in index.operands[node] if axis in index.carried[op.node]]
+    if not carrying:
+        constant = facts is not None and any(axis in leaves(a) for a in facts.fill)
+        return {node} if constant else None
+    if facts is None or carries(facts.forbids, axis):
+        return None
+    found: set[fx.Node] = set()
+    for source in carrying:
+        origins = _origins(index, source, axis)
+        if origins is None:
+            return None
+        found |= origins
+    return found
 
 
 def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
@@ -238,6 +265,8 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
         return
     if node in flow.fills:
         flow.sharded.add(node)
+        if index.operands[node]:
+            flow.inside.add(node)  # a replicated value repeated along the axis: each rank sees its share of the copies
         return
     carrying = [op for op in index.operands[node] if axis in index.carried[op.node]]
     own = [p for p in index.module_params.get(node, {}).values() if axis in index.param_leaves.get(p, ())]
@@ -287,7 +316,7 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
 def _reduce_late(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
     """Let a partial result flow through linear operations of its own module, then reduce it once."""
     why = "it is summed over a sharded axis"
-    if node.op == "call_module":
+    if node.op == "call_module" or index.looks_up(node):  # its parallel layer reduces
         flow.edges.append(Edge("reduce", node, None, (), flow.axis, why))
         return
     home = index.enclosing[node]

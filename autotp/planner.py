@@ -19,7 +19,7 @@ from .axes import Axis, factors, leaves, product, show
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
 from .errors import PlanError
-from .flow import Flow, GraphIndex, describe
+from .flow import Flow, GraphIndex, describe, tensors_of
 from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
 from .ints import plain
@@ -99,6 +99,10 @@ def _unsupported(index: GraphIndex, choice: Choice, placement: Placement) -> lis
         if arrow.kind in ("norm", "var", "std") and not (leaf and layer_kind(index, node) == "norm"):
             found.append((f"{describe(node)}: its statistics over a sharded axis can't be reduced", arrow.axes))
     for node in placement.inside:
+        if node.op == "call_function" and any(c.how == "lookup" and set(leaves(c.axis)) & set(choice.flows) for c in index.axes.facts[node].contracts):
+            if index.looks_up(node) is None:
+                axes = frozenset(a for c in index.axes.facts[node].contracts for a in leaves(c.axis) if a in choice.flows)
+                found.append((f"{describe(node)}: a look-up outside of an nn.Embedding", axes))
         if node.op != "call_module" or layer_kind(index, node) != "other":
             continue
         touched = [a for name in index.module_params[node].values() for a in index.param_leaves.get(name, ()) if a in choice.flows]
@@ -116,10 +120,11 @@ def layer_kind(index: GraphIndex, node: fx.Node) -> str:
     cls = leaf_class(module)
     if cls is None:
         return "embedding" if isinstance(module, nn.Embedding) else "other"
+    if issubclass(cls, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "conv" if module.groups == module.in_channels > 1 else "other"  # type: ignore[attr-defined]
     for kind, classes in {
         "embedding": (nn.Embedding,),
         "norm": (nn.LayerNorm, nn.RMSNorm),
-        "conv": (nn.Conv1d, nn.Conv2d),
         "attention": (nn.MultiheadAttention,),
         "dropout": (nn.Dropout,),
     }.items():
@@ -242,10 +247,12 @@ def _collectives(found: Analysis, tp: int) -> tuple[list[Collective], list[Layer
             kind = _parallel_kind(index, choice, node)
             if kind:
                 layers.setdefault(str(node.target), (kind, {}))
+        elif (table := index.looks_up(node)) is not None:
+            layers.setdefault(table, ("vocab" if node in _reduced(found) else "embedding", {}))
     collectives = []
     for arrow, places in found.realised.places:
         node = arrow.source
-        value = node.meta["val"]
+        value = next(tensors_of(node.meta["val"]))
         shares, dims = (), ()
         if arrow.kind == "mean":
             shares = tuple(_share(arrow, choice, r) for r in range(tp))
@@ -259,6 +266,10 @@ def _collectives(found: Analysis, tp: int) -> tuple[list[Collective], list[Layer
             if where.kind == "layer" and where.module in layers:
                 layers[where.module][1][arrow.kind] = arrow.enter if arrow.kind == "reduce" else True
     return collectives, [LayerPlan(m, k, o) for m, (k, o) in layers.items()]
+
+
+def _reduced(found: Analysis) -> set[fx.Node]:
+    return {a.source for a in found.placement.arrows if a.kind == "reduce"}
 
 
 def _parallel_kind(index: GraphIndex, choice: Choice, node: fx.Node) -> str | None:

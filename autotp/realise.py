@@ -107,6 +107,8 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     made_here = arrow.kind not in ("enter", "slice", "gather")
     if leaf and (made_here or (arrow.kind == "gather" and every)):
         yield [Where("layer", str(source.target))]
+    elif made_here and index.looks_up(source):
+        yield [Where("layer", str(index.looks_up(source)))]
     if outputs and not every:
         return
     if every and source.op not in ("placeholder", "get_attr"):

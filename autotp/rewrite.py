@@ -104,7 +104,7 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
     elif layer.kind == "dropout":
         from .generation import ParallelDropout
 
-        ParallelDropout.convert(module, comm)
+        ParallelDropout.swap(module, comm)
     else:
         raise PlanError(f"{layer.module}: no layer of kind {layer.kind!r}")
 

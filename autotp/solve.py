@@ -36,8 +36,9 @@ class LocalShapes:
         self.index, self.choice, self.rank = index, choice, rank
         self._leaves: dict[fx.Node, set[Axis]] = defaultdict(set)
         for axis, flow in choice.flows.items():
+            partner = choice.splits[axis].partner  # a value with the groups' axis has the key/value heads' axis too
             for node in flow.sharded:
-                self._leaves[node].add(axis)
+                self._leaves[node] |= {axis} if partner is None else {axis, partner}
 
     def splits(self, node: fx.Node) -> dict[Axis, Any]:
         return {a: self.choice.splits[a] for a in self._leaves.get(node, ())}
