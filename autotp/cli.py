@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .plan import Plan
+    from .planner import Analysis
     from .verify import Report
 
 MODEL_HELP = "A directory with a config.json, a config file, or package.module:function that builds a model."
@@ -32,16 +35,16 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Automatic tensor parallelism for any PyTorch model: captured, planned and rewritten, with nothing by name.",
+    help="Automatic tensor parallelism for any PyTorch model: captured, planned, rewritten.",
     epilog="""[bold]Examples[/bold]
 
 [cyan]autotp dump ./Llama-3-8B --tp 8[/cyan]   the sharded model, printed like code
 
 [cyan]autotp dump ./Llama-3-8B --tp 8 --format html --out plan.html[/cyan]   a page to look at
 
-[cyan]autotp dump my_package.model:build --tp 4 --why layers.0.attn.qkv.weight[/cyan]   why a weight is where it is
+[cyan]autotp dump my_package.model:build --tp 4 --why layers.0.qkv.weight[/cyan]   why a weight is there
 
-[cyan]autotp verify ./gpt2 --tp 2 --layers 2[/cyan]   the split model against the whole one, number by number""",
+[cyan]autotp verify ./gpt2 --tp 2 --layers 2[/cyan]   split against whole, number by number""",
 )
 
 
@@ -57,11 +60,26 @@ class Format(str, enum.Enum):
     html = "html"
 
 
+GRAPHS = (
+    Format.text,
+    Format.dot,
+    Format.svg,
+    Format.html,
+)  # they show the model's operations, not the plan alone
+WIDE = 200  # columns of a table that goes to a file or a pipe
+
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-TpOption = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks to split over.", show_default=False)]
-PolicyOption = Annotated[Path | None, typer.Option("--policy", help="A policy YAML: pins and overrides.", show_default=False)]
+TpOption = Annotated[
+    int, typer.Option("--tp", min=1, help="Tensor-parallel ranks to split over.", show_default=False)
+]
+PolicyOption = Annotated[
+    Path | None, typer.Option("--policy", help="A policy YAML: pins and overrides.", show_default=False)
+]
 LayersOption = Annotated[
-    int | None, typer.Option("--layers", min=1, help="Shorten a model made from a config to so many layers.", show_default=False)
+    int | None,
+    typer.Option(
+        "--layers", min=1, help="Shorten a model made from a config to so many layers.", show_default=False
+    ),
 ]
 
 
@@ -99,13 +117,19 @@ def dump(
     format: Annotated[Format, typer.Option("--format", "-f", help="How to show it.")] = Format.text,
     policy: PolicyOption = None,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose local shapes are shown.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write to this file.", show_default=False)
+    ] = None,
     why: Annotated[
-        str | None, typer.Option("--why", help="Explain one parameter instead: what decides each of its axes.", show_default=False)
+        str | None,
+        typer.Option(
+            "--why", help="Explain one parameter instead: what decides each of its axes.", show_default=False
+        ),
     ] = None,
     layers: LayersOption = None,
 ) -> None:
-    """Show the sharded model: shapes on each rank, every collective, and the reasons. Needs no weights and no GPU."""
+    """Show the sharded model: shapes on each rank, every collective, and the reasons. Needs no weights and no
+    GPU."""
     _guarded(context.obj, lambda: _dump(model, tp, format, policy, rank, out, why, layers))
 
 
@@ -118,12 +142,17 @@ def verify(
     context: typer.Context,
     model: ModelArgument,
     tp: TpOption = 2,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="AdamW steps to compare; 0 compares the forward only.")] = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="AdamW steps to compare; 0 compares the forward only.")
+    ] = 1,
     policy: PolicyOption = None,
     layers: LayersOption = None,
-    memory: Annotated[float, typer.Option("--memory", help="GiB that may be used; a larger model is refused.")] = 8.0,
+    memory: Annotated[
+        float, typer.Option("--memory", help="GiB that may be used; a larger model is refused.")
+    ] = 8.0,
 ) -> None:
-    """Prove a plan on the model itself: random weights, whole against split, output, generation and training steps.
+    """Prove a plan on the model itself: random weights, whole against split, output, generation and training
+    steps.
 
     The ranks are simulated in this process. Leaves with 1 if a number is wrong, with 2 if it could not run.
     """
@@ -143,13 +172,22 @@ def _guarded(debug: bool, run: Callable[[], Any]) -> Any:
     except (AutotpError, OSError) as error:
         if debug:
             raise
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+        Console(stderr=True).print(
+            Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True
+        )
         raise typer.Exit(2) from error
 
 
 # ---------------------------------------------------------------- dump
 def _dump(
-    source: str, tp: int, format: Format, policy: Path | None, rank: int, out: Path | None, why: str | None, layers: int | None
+    source: str,
+    tp: int,
+    format: Format,
+    policy: Path | None,
+    rank: int,
+    out: Path | None,
+    why: str | None,
+    layers: int | None,
 ) -> None:
     from .model_source import build_model
     from .planner import plan as make_plan
@@ -159,9 +197,14 @@ def _dump(
     console = Console(stderr=True)
     with console.status(f"planning {escape(source)} over {tp} ranks"):
         model = build_model(source, layers=layers)
-        plan = make_plan(model, tp, str(policy) if policy else None)
-        itemsize = _itemsize(model)
-        rendered = _explain(model, plan, why) if why else _render(model, plan, format, rank, itemsize)
+        if why or format in GRAPHS:
+            plan, found = _analysed(model, tp, policy)
+            rendered = (
+                _explain(found, plan, why) if why else _draw(found, plan, format, rank, _itemsize(model))
+            )
+        else:
+            plan = make_plan(model, tp, str(policy) if policy else None)
+            rendered = _list(plan, format, rank, _itemsize(model))
     if out is None:
         _print(rendered)
     else:
@@ -177,51 +220,69 @@ def _itemsize(model: nn.Module) -> int:
     return max(sizes, key=sizes.__getitem__, default=4)
 
 
-def _render(model: nn.Module, plan: Plan, format: Format, rank: int, itemsize: int) -> Any:
+def _analysed(model: nn.Module, tp: int, policy: Path | None) -> tuple[Plan, Analysis]:
+    """The plan and what the planner knows about the graph, for what is drawn from both."""
+    from .planner import analyse, given_inputs, to_plan
+    from .planner import plan as make_plan
+    from .recapture import check_plan
+
+    found = analyse(model, tp, given_inputs(model, None))
+    plan = to_plan(model, found, tp)
+    if policy is None:
+        if tp > 1:
+            check_plan(model, plan, found)
+    elif make_plan(model, tp, str(policy)).digest != plan.digest:
+        raise PlanError(
+            f"A plan under a policy ({policy}) is shown as table, yaml or json; pictures show plans without."
+        )
+    return plan, found
+
+
+def _list(plan: Plan, format: Format, rank: int, itemsize: int) -> Any:
+    """What needs the plan alone."""
     if format is Format.json:
         return json.dumps(plan.to_dict(), indent=2) + "\n"
     if format is Format.yaml:
         import yaml
 
         return yaml.safe_dump(plan.to_dict(), sort_keys=False, width=110, allow_unicode=True)
-    if format is Format.table:
-        from .show import tables
+    from .show import tables
 
-        return tables(plan, itemsize, rank)
+    return tables(plan, itemsize, rank)
+
+
+def _draw(found: Analysis, plan: Plan, format: Format, rank: int, itemsize: int) -> Any:
+    """What shows the model's operations."""
     from .draw import dot, svg
-    from .outline import outline
+    from .outlining import outline
     from .page import html
-    from .planner import analyse
     from .show import text
 
-    shown = outline(analyse(model, plan.tp), plan, rank)
-    if format is Format.text:
-        return text(plan, shown, itemsize)
+    shown = outline(found, plan, rank)
     if format is Format.dot:
         return dot(plan, shown)
-    return (svg if format is Format.svg else html)(plan, shown, itemsize)
+    return {Format.text: text, Format.svg: svg, Format.html: html}[format](plan, shown, itemsize)
 
 
-def _explain(model: nn.Module, plan: Plan, name: str) -> Text:
-    from .planner import analyse
-    from .show import why
+def _explain(found: Analysis, plan: Plan, name: str) -> Text:
+    from .explain import why
 
     known = [n for p in plan.params.values() for n in (p.name, *p.also)]
     if name not in known:
-        import difflib
-
         near = difflib.get_close_matches(name, known, 3, 0.3) or known[:3]
-        raise PlanError(f"--why {name}: {plan.model} has no parameter of that name. Near it: {', '.join(near)}")
-    return why(analyse(model, plan.tp), plan, name)
+        raise PlanError(
+            f"--why {name}: {plan.model} has no parameter of that name. Near it: {', '.join(near)}"
+        )
+    return why(found, plan, name)
 
 
 def _print(rendered: Any) -> None:
     if isinstance(rendered, str):
         sys.stdout.write(rendered)
     else:
-        console = Console()
         # In a pipe nothing is to be cut to a terminal's width.
-        console.print(rendered, soft_wrap=isinstance(rendered, Text), width=None if console.is_terminal else 200)
+        console = Console(width=None if sys.stdout.isatty() else WIDE)
+        console.print(rendered, soft_wrap=isinstance(rendered, Text))
 
 
 def _plain(rendered: Any) -> str:
@@ -229,13 +290,15 @@ def _plain(rendered: Any) -> str:
         return rendered
     if isinstance(rendered, Text):
         return rendered.plain
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=WIDE, file=io.StringIO(), record=True)
     console.print(rendered)
     return console.export_text()
 
 
 # ---------------------------------------------------------------- verify
-def _verify(source: str, tp: int, steps: int, policy: Path | None, layers: int | None, memory: float) -> Report:
+def _verify(
+    source: str, tp: int, steps: int, policy: Path | None, layers: int | None, memory: float
+) -> Report:
     import torch
 
     from .model_source import build_model, randomise
@@ -246,7 +309,7 @@ def _verify(source: str, tp: int, steps: int, policy: Path | None, layers: int |
     with console.status(f"building {escape(source)}") as status:
         hollow = build_model(source, layers=layers, dtype=torch.float32)
         parameters = sum(p.numel() for p in hollow.parameters())
-        # The model, the one run whole, a copy a rank while it is cut; gradients and two moments for those that step.
+        # The model, the one run whole, a copy a rank while it is cut; gradients and moments of what steps.
         needed = 4 * parameters * (2 + tp + (6 if steps else 0))
         if needed > memory * 2**30:
             raise ModelSourceError(
@@ -256,7 +319,9 @@ def _verify(source: str, tp: int, steps: int, policy: Path | None, layers: int |
         torch.manual_seed(0)
         model = build_model(source, device="cpu", layers=layers, dtype=torch.float32)
         randomise(model)
-        report = run(model, tp, str(policy) if policy else None, steps=steps, progress=lambda what: status.update(what))
+        report = run(
+            model, tp, str(policy) if policy else None, steps=steps, progress=lambda what: status.update(what)
+        )
     console.print(_report(report))
     return report
 
@@ -264,7 +329,13 @@ def _verify(source: str, tp: int, steps: int, policy: Path | None, layers: int |
 def _report(report: Report) -> Table:
     plan = report.plan
     title = f"{plan.model} over {plan.tp} ranks, {plan.sharded_fraction:.1%} of the block weights sharded"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", border_style="bright_black")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        border_style="bright_black",
+    )
     for column in ("check", "", "error", "limit", "of what"):
         table.add_column(column, justify="right" if column in ("error", "limit") else "left")
     for check in report.checks:

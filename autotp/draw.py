@@ -1,8 +1,8 @@
 """Pictures of a plan: SVG by a small layered layout of its own, and graphviz text of the same scene.
 
-The layout, per group: an item's row is one below the lowest row it takes values from (longest path); rows are centred; an
-edge to the next row is a curve, a longer one (a residual) runs in a lane at the left. So each group is drawn alone and
-its width and height are all that the group around it needs to know.
+The layout, per group: an item's row is one below the lowest row it takes values from (longest path); rows are
+centred; an edge to the next row is a curve, a longer one (a residual) runs in a lane at the left. So each
+group is drawn alone and its width and height are all that the group around it needs to know.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from xml.sax.saxutils import escape, quoteattr
 
 from .outline import Outline
 from .plan import Plan
 from .scene import PORT, Item, scene
-from .show import headline
+from .show import headline, kind_of, meaning, size
 
 LOOKS = {
     "column": "column: output split",
@@ -58,23 +59,34 @@ class Box:
     item: Item
     w: float
     h: float
-    x: float = 0.0
-    y: float = 0.0
+    content: float = 0.0  # width of the widest row; the lanes are beside it
     inner: list[Box] = field(default_factory=list)
     lanes: dict[tuple[str, str], int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    x: float = 0.0
+    y: float = 0.0
 
 
 def svg(plan: Plan, shown: Outline, itemsize: int) -> str:
-    """The plan as a self-contained SVG document; hovering shows details. Light and dark follow the viewer's setting."""
+    """The plan as a self-contained SVG document; hovering shows details. Light and dark follow the viewer's
+    setting."""
     box = _measure(scene(shown))
     title = f"{plan.model} over tp={plan.tp}"
-    facts = [f"{value} {name}" if name != "digest" else f"digest {value}" for name, value in headline(plan, itemsize)[1:]]
-    under = "  ·  ".join(facts[:1] + facts[2:4])
+    facts = dict(headline(plan, itemsize))
+    given = ", ".join(f"{v.name} {size(v.shape)}" for v in shown.inputs)
+    under = (
+        f"{facts['block weights sharded']} of the block weights sharded  ·  "
+        f"{facts['memory per rank']} on each rank  ·  shapes of rank {shown.rank}, at {given}"
+    )
+    words = {kind_of(c): meaning(c) for c in plan.collectives}
+    diamonds = "  ·  ".join(f"{kind}: {does}" for kind, does in words.items()) or "no collectives"
     legend = [(k, v) for k, v in LOOKS.items() if k in set(_looks(box.item))]
-    legend_width = sum(30 + SANS * len(v) for _, v in legend) + 30 + SANS * len("collective")
-    width = max(box.w, SANS * 1.7 * len(title), SANS * len(under), legend_width) + 2 * PAD
-    top = 96.0
+    legend_width = sum(34 + SANS * len(v) for _, v in legend)
+    width = (
+        max(box.w, SANS * 1.7 * len(title), 6.4 * len(under), 6.4 * len(diamonds) + 20, legend_width)
+        + 2 * PAD
+    )
+    top = 118.0
     height = top + box.h + PAD
     parts = [
         f'<svg class="autotp" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -88,9 +100,9 @@ def svg(plan: Plan, shown: Outline, itemsize: int) -> str:
     for look, what in legend:
         parts.append(f'<rect class="{look}" x="{x:.1f}" y="66" width="14" height="14" rx="3"/>')
         parts.append(_text(x + 20, 77, what, "facts"))
-        x += 30 + SANS * len(what)
-    parts.append(_diamond(x + 7, 73, 7))
-    parts.append(_text(x + 20, 77, "collective", "facts"))
+        x += 34 + 6.6 * len(what)
+    parts.append(_diamond(PAD + 7, 95, 7))
+    parts.append(_text(PAD + 20, 99, diamonds, "facts"))
     parts += _draw(box, (width - box.w) / 2, top)
     return "\n".join([*parts, "</svg>\n"])
 
@@ -120,42 +132,52 @@ def _measure_group(item: Item) -> Box:
     by_row: dict[int, list[Box]] = defaultdict(list)
     for b in boxes:
         by_row[rows[b.item.key]].append(b)
-    lanes = _lanes(item.items, rows)
-    side = PAD + LANE * (max(lanes.values(), default=-1) + 1)
-    content = max(sum(b.w for b in row) + GAP_X * (len(row) - 1) for row in by_row.values())
-    head = SANS * (len(item.title) + len(item.lines[0]) + (8 if item.count > 1 else 0)) * 1.05 + 40
-    width = max(content + 2 * side, head)
+    content = max(_width(row) for row in by_row.values())
+    centre = {PORT: 0.0}  # x of each item, the group's middle being 0
     y = HEAD + GAP_Y * 0.6
     for r in sorted(by_row):
         row = by_row[r]
-        x = (width - sum(b.w for b in row) - GAP_X * (len(row) - 1)) / 2
+        width = _width(row)
+        over = [sum(centre[s] for s in b.item.sources) / len(b.item.sources) for b in row if b.item.sources]
+        room = (content - width) / 2
+        x = max(-room, min(room, sum(over) / len(over) if over else 0.0)) - width / 2
         tallest = max(b.h for b in row)
         for b in row:
             b.x, b.y = x, y + (tallest - b.h) / 2
+            centre[b.item.key] = x + b.w / 2
             x += b.w + GAP_X
         y += tallest + GAP_Y
-    return Box(item, width, y - GAP_Y + GAP_Y * 0.7, inner=boxes, lanes=lanes, rows=rows)
+    lanes = _lanes(item.items, rows, centre)
+    side = PAD + LANE * max((abs(n) for n in lanes.values()), default=0)
+    head = SANS * 1.05 * (len(item.title) + len(item.lines[0]) + (8 if item.count > 1 else 0)) + 40
+    box = Box(item, max(content + 2 * side, head), y - GAP_Y * 0.3, content, boxes, lanes=lanes, rows=rows)
+    for b in boxes:
+        b.x += box.w / 2
+    return box
+
+
+def _width(row: list[Box]) -> float:
+    return sum(b.w for b in row) + GAP_X * (len(row) - 1)
 
 
 def _rows(items: list[Item]) -> dict[str, int]:
     rows = {PORT: 0}
     for item in items:  # in the order they run, so sources come first
-        rows[item.key] = 1 + max((rows.get(s, 0) for s in item.sources), default=0)
+        rows[item.key] = 1 + max((rows[s] for s in item.sources), default=0)
     return rows
 
 
-def _lanes(items: list[Item], rows: dict[str, int]) -> dict[tuple[str, str], int]:
-    """A lane for each edge that passes a row: the innermost that is free over its rows."""
-    long = [(rows[s], rows[i.key], s, i.key) for i in items for s in i.sources if rows[i.key] - rows.get(s, 0) > 1]
-    taken: list[list[tuple[int, int]]] = []
+def _lanes(items: list[Item], rows: dict[str, int], centre: dict[str, float]) -> dict[tuple[str, str], int]:
+    """A lane for each edge that passes a row: the innermost that is free over its rows. Left: -1, -2 …,
+    right: 1, 2 …"""
+    long = [(rows[s], rows[i.key], s, i.key) for i in items for s in i.sources if rows[i.key] - rows[s] > 1]
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     lanes: dict[tuple[str, str], int] = {}
     for start, stop, source, key in sorted(long, key=lambda e: e[1] - e[0]):
-        free = (n for n, spans in enumerate(taken) if all(stop <= a or start >= b for a, b in spans))
-        lane = next(free, len(taken))
-        if lane == len(taken):
-            taken.append([])
-        taken[lane].append((start, stop))
-        lanes[source, key] = lane
+        side = 1 if centre[source] > 1 else -1
+        lane = next(n for n in count(1) if all(stop <= a or start >= b for a, b in taken[side * n]))
+        taken[side * lane].append((start, stop))
+        lanes[source, key] = side * lane
     return lanes
 
 
@@ -163,11 +185,13 @@ def _lanes(items: list[Item], rows: dict[str, int]) -> dict[tuple[str, str], int
 def _css() -> str:
     base = (
         ".autotp text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
-        ".autotp .title{font-size:20px;font-weight:650}.autotp .facts{font-size:12px}.autotp .name{font-weight:600;font-size:13px}"
+        ".autotp .title{font-size:20px;font-weight:650}.autotp .facts{font-size:12px}"
+        ".autotp .name{font-weight:600;font-size:13px}"
         ".autotp .line{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
-        ".autotp path{fill:none;stroke-width:1.6}.autotp rect{stroke-width:1.3}.autotp .page{stroke:none!important}"
-        ".autotp .hit{cursor:pointer}.autotp .hit:hover>rect,.autotp .hit:hover>polygon,.autotp .lit>rect,.autotp .lit>polygon"
-        "{stroke-width:3}"
+        ".autotp path{fill:none;stroke-width:1.6}.autotp rect{stroke-width:1.3}"
+        ".autotp .page{stroke:none!important}"
+        ".autotp .hit{cursor:pointer}.autotp .hit:hover>rect,.autotp .hit:hover>polygon{stroke-width:3}"
+        ".autotp .lit>rect,.autotp .lit>polygon{stroke-width:3}"
     )
     dark = _theme(DARK, ".autotp")
     return (
@@ -179,7 +203,10 @@ def _css() -> str:
 def _theme(colours: dict[str, tuple[str, str, str]], at: str) -> str:
     rules = []
     for look, (fill, stroke, ink) in colours.items():
-        rules.append(f"{at} rect.{look},{at} polygon.{look}{{fill:{fill};stroke:{stroke}}}{at} text.{look}{{fill:{ink}}}")
+        rules.append(
+            f"{at} rect.{look},{at} polygon.{look}{{fill:{fill};stroke:{stroke}}}"
+            f"{at} text.{look}{{fill:{ink}}}"
+        )
     fill, stroke, ink = colours["page"]
     rules.append(f"{at} path.edge{{stroke:{stroke}}}{at} polygon.tip{{fill:{stroke};stroke:none}}")
     rules.append(f"{at} .title{{fill:{ink}}}{at} .facts{{fill:{colours['group'][2]}}}")
@@ -192,7 +219,12 @@ def _text(x: float, y: float, text: str, cls: str, anchor: str = "start") -> str
 
 
 def _diamond(x: float, y: float, r: float) -> str:
-    return f'<polygon class="collective" points="{x:.1f},{y - r:.1f} {x + r:.1f},{y:.1f} {x:.1f},{y + r:.1f} {x - r:.1f},{y:.1f}"/>'
+    corners = ((x, y - r), (x + r, y), (x, y + r), (x - r, y))
+    return f'<polygon class="collective" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in corners)}"/>'
+
+
+def _rect(look: str, x: float, y: float, w: float, h: float, radius: int) -> str:
+    return f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="{radius}"/>'
 
 
 def _draw(box: Box, x: float, y: float) -> Iterator[str]:
@@ -203,20 +235,17 @@ def _draw(box: Box, x: float, y: float) -> Iterator[str]:
         yield _diamond(cx, y + box.h / 2, 11)
         yield _text(cx + 17, y + box.h / 2 + 4, f"{item.title} · {item.lines[0]}", "collective")
     elif item.kind == "op":
-        yield f'<rect class="{item.look}" x="{x:.1f}" y="{y:.1f}" width="{box.w:.1f}" height="{box.h:.1f}" rx="13"/>'
+        yield _rect(item.look, x, y, box.w, box.h, 13)
         yield _text(cx, y + 17.5, item.title, item.look, "middle")
     elif item.kind == "module":
-        yield f'<rect class="{item.look}" x="{x:.1f}" y="{y:.1f}" width="{box.w:.1f}" height="{box.h:.1f}" rx="8"/>'
+        yield _rect(item.look, x, y, box.w, box.h, 8)
         yield _text(cx, y + 20, item.title, f"name {item.look}", "middle")
         for n, line in enumerate(item.lines):
             yield _text(cx, y + 37 + 16 * n, line, f"line {item.look}", "middle")
     else:
         for behind in (8, 4) if item.count > 1 else ():  # a stack of cards: this one stands for several
-            yield (
-                f'<rect class="group" x="{x + behind:.1f}" y="{y + behind:.1f}" width="{box.w:.1f}" '
-                f'height="{box.h:.1f}" rx="12"/>'
-            )
-        yield f'<rect class="group" x="{x:.1f}" y="{y:.1f}" width="{box.w:.1f}" height="{box.h:.1f}" rx="12"/>'
+            yield _rect("group", x + behind, y + behind, box.w, box.h, 12)
+        yield _rect("group", x, y, box.w, box.h, 12)
         yield _text(x + 14, y + 20, item.title, "name group")
         offset = 14 + SANS * 1.02 * len(item.title) + 10
         yield _text(x + offset, y + 20, item.lines[0] if item.lines[0] != item.title else "", "group")
@@ -232,27 +261,34 @@ def _draw(box: Box, x: float, y: float) -> Iterator[str]:
 def _edges(box: Box, x: float, y: float) -> Iterator[str]:
     cx = x + box.w / 2
     at = {b.item.key: b for b in box.inner}
-    left = x + min((b.x for b in box.inner), default=0.0)
     bottom: dict[int, float] = defaultdict(float)  # of each row
-    above: dict[int, float] = {}  # top of each row
+    top: dict[int, float] = defaultdict(lambda: float("inf"))
+    in_row: dict[int, int] = defaultdict(int)
     for b in box.inner:
         row = box.rows[b.item.key]
+        in_row[row] += 1
         bottom[row] = max(bottom[row], y + b.y + b.h)
-        above[row] = min(above.get(row, float("inf")), y + b.y)
-    bottom[0] = y + HEAD - 4
+        top[row] = min(top[row], y + b.y)
+    titled = SANS * (len(box.item.title) + len(box.item.lines[0])) + 40 > box.w / 2
+    bottom[0] = y + (HEAD if titled else 0)
     for b in box.inner:
-        tx, ty = x + b.x + b.w / 2, y + b.y
-        ty += (b.h / 2 - 11) if b.item.kind == "collective" else 0
+        target = x + b.x + b.w / 2, y + b.y
         for source in b.item.sources:
             s = at.get(source)
-            sx, sy = (x + s.x + s.w / 2, y + s.y + s.h) if s else (cx, bottom[0])
+            start = (x + s.x + s.w / 2, y + s.y + s.h) if s else (cx, bottom[0])
             lane = box.lanes.get((source, b.item.key))
             if lane is None:
-                yield _curve(sx, sy, tx, ty)
+                yield _curve(*start, *target)
+                continue
+            side = 1 if lane > 0 else -1
+            beside = cx + side * box.content / 2 + LANE * (lane - 0.3 * side)
+            leave = bottom[box.rows[source]] + GAP_Y * 0.3 if s else y + HEAD + GAP_Y * 0.1
+            if (
+                b.item.kind == "op" and in_row[box.rows[b.item.key]] == 1
+            ):  # alone in its row: come in from the side
+                yield _lane(*start, leave, beside, target[1] + b.h / 2, target[0] + side * b.w / 2, None)
             else:
-                row = box.rows.get(source, 0)
-                lane_x = left - LANE * (lane + 0.6)
-                yield _lane(sx, sy, bottom[row] + GAP_Y * 0.3, lane_x, above[box.rows[b.item.key]] - GAP_Y * 0.3, tx, ty)
+                yield _lane(*start, leave, beside, top[box.rows[b.item.key]] - GAP_Y * 0.3, *target)
     for out in box.item.outs():
         b = at[out.key]
         yield _curve(x + b.x + b.w / 2, y + b.y + b.h, cx, y + box.h, tip=False)
@@ -261,22 +297,34 @@ def _edges(box: Box, x: float, y: float) -> Iterator[str]:
 def _curve(sx: float, sy: float, tx: float, ty: float, tip: bool = True) -> str:
     mid = (sy + ty) / 2
     end = ty - (5 if tip else 0)
-    path = f'<path class="edge" d="M{sx:.1f},{sy:.1f} C{sx:.1f},{mid:.1f} {tx:.1f},{mid:.1f} {tx:.1f},{end:.1f}"/>'
-    return path + (_tip(tx, ty) if tip else "")
+    d = f"M{sx:.1f},{sy:.1f} C{sx:.1f},{mid:.1f} {tx:.1f},{mid:.1f} {tx:.1f},{end:.1f}"
+    return f'<path class="edge" d="{d}"/>' + (_tip(tx, ty) if tip else "")
 
 
-def _lane(sx: float, sy: float, y1: float, lane: float, y2: float, tx: float, ty: float) -> str:
-    r = 5.0
+def _lane(sx: float, sy: float, y1: float, lane: float, y2: float, tx: float, ty: float | None) -> str:
+    """Down to y1, sideways to the lane, down it to y2 and back: onto the target's top, or (ty None) its
+    side."""
+    r = 6.0
+    away = r if lane > sx else -r
     back = r if tx > lane else -r
     d = (
-        f"M{sx:.1f},{sy:.1f} V{y1 - r:.1f} Q{sx:.1f},{y1:.1f} {sx - r:.1f},{y1:.1f} H{lane + r:.1f} "
-        f"Q{lane:.1f},{y1:.1f} {lane:.1f},{y1 + r:.1f} V{y2 - r:.1f} Q{lane:.1f},{y2:.1f} {lane + r:.1f},{y2:.1f} "
-        f"H{tx - back:.1f} Q{tx:.1f},{y2:.1f} {tx:.1f},{min(y2 + r, ty):.1f} V{ty - 5:.1f}"
+        f"M{sx:.1f},{sy:.1f} V{y1 - r:.1f} Q{sx:.1f},{y1:.1f} {sx + away:.1f},{y1:.1f} H{lane - away:.1f} "
+        f"Q{lane:.1f},{y1:.1f} {lane:.1f},{y1 + r:.1f} V{y2 - r:.1f} "
+        f"Q{lane:.1f},{y2:.1f} {lane + back:.1f},{y2:.1f} "
     )
+    if ty is None:
+        return f'<path class="edge" d="{d}H{tx - back:.1f}"/>{_tip(tx, y2, 1 if back > 0 else -1)}'
+    d += f"H{tx - back:.1f} Q{tx:.1f},{y2:.1f} {tx:.1f},{min(y2 + r, ty):.1f} V{ty - 5:.1f}"
     return f'<path class="edge" d="{d}"/>{_tip(tx, ty)}'
 
 
-def _tip(x: float, y: float) -> str:
+def _tip(x: float, y: float, sideways: int = 0) -> str:
+    """An arrow head: down onto (x, y), or sideways (1: to the right, -1: to the left)."""
+    if sideways:
+        back = x - 7 * sideways
+        return (
+            f'<polygon class="tip" points="{x:.1f},{y:.1f} {back:.1f},{y - 4:.1f} {back:.1f},{y + 4:.1f}"/>'
+        )
     return f'<polygon class="tip" points="{x:.1f},{y:.1f} {x - 4:.1f},{y - 7:.1f} {x + 4:.1f},{y - 7:.1f}"/>'
 
 
@@ -286,8 +334,9 @@ def dot(plan: Plan, shown: Outline) -> str:
     root = scene(shown)
     lines = [
         f"digraph {_quote(plan.model)} {{",
-        f"  label={_quote(f'{plan.model} over tp={plan.tp}')}; labelloc=t; fontname=Helvetica; compound=true;",
-        '  node [fontname=Helvetica, fontsize=10, style="filled,rounded", shape=box]; edge [color="#8b94a1"];',
+        f"  label={_quote(f'{plan.model} over tp={plan.tp}')}; labelloc=t; fontname=Helvetica;",
+        '  node [fontname=Helvetica, fontsize=10, style="filled,rounded", shape=box];',
+        '  edge [color="#8b94a1"];',
         '  "in" [label="input", shape=plaintext, style=""];',
         *_cluster(root, 1),
         *sorted(set(_dot_edges(root, ["in"]))),
@@ -311,7 +360,8 @@ def _cluster(item: Item, depth: int) -> Iterator[str]:
     times = f" × {item.count}" if item.count > 1 else ""
     fill, stroke, _ = LIGHT["group"]
     yield f"{pad}subgraph {_quote('cluster ' + item.key)} {{"
-    yield f'{pad}  label={_quote(f"{item.title}: {item.lines[0]}{times}")}; style="filled,rounded"; fillcolor="{fill}"; color="{stroke}";'
+    yield f"{pad}  label={_quote(f'{item.title}: {item.lines[0]}{times}')};"
+    yield f'{pad}  style="filled,rounded"; fillcolor="{fill}"; color="{stroke}";'
     for inner in item.items:
         yield from _cluster(inner, depth + 1)
     yield f"{pad}}}"

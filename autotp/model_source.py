@@ -3,8 +3,8 @@
     a directory with a config.json   or a config file     the class is the config's own architectures[0]
     package.module:function                               called without arguments, gives an nn.Module
 
-Built on the meta device it takes no memory, so shapes of any size can be planned on a laptop. transformers is imported
-only when a config is read.
+Built on the meta device it takes no memory, so shapes of any size can be planned on a laptop. transformers is
+imported only when a config is read.
 """
 
 from __future__ import annotations
@@ -25,18 +25,29 @@ from torch import nn
 from .errors import ModelSourceError
 
 # What configs call their numbers of layers: for `layers=`, which asks for a shorter model of the same kind.
-_DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers")
+_DEPTHS = (
+    "num_hidden_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+)
 
 
-def build_model(source: str, *, device: str = "meta", layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+def build_model(
+    source: str, *, device: str = "meta", layers: int | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
     """Build the model that `source` names, in eval mode.
 
-    device: where its tensors are made; `meta` needs no memory. layers: so many layers instead of the config's own.
-    dtype: of its parameters; by default the config's. Raises ModelSourceError, with what to give instead.
+    device: where its tensors are made; `meta` needs no memory. layers: so many layers instead of the config's
+    own. dtype: of its parameters; by default the config's. Raises ModelSourceError, with what to give
+    instead.
     """
     if ":" in source and not Path(source).exists():
         if layers is not None:
-            raise ModelSourceError(f"--layers shortens a model made from a config; {source} builds its own. Give it fewer there.")
+            raise ModelSourceError(
+                f"--layers shortens a model made from a config; {source} builds its own. Give it fewer there."
+            )
         model = _call(source, device)
     else:
         model = _from_config(Path(source), device, layers, dtype)
@@ -50,14 +61,19 @@ def _call(source: str, device: str) -> nn.Module:
             module = importlib.import_module(module_name)
     except ImportError as error:
         raise ModelSourceError(
-            f"{source}: importing {module_name!r} failed: {error}. Give package.module:function, importable from this directory."
+            f"{source}: importing {module_name!r} failed: {error}. "
+            "Give package.module:function, importable from this directory."
         ) from error
     builder: Any = module
     for name in attribute.split("."):
         builder = getattr(builder, name, None)
     if not callable(builder):
-        has = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name][:8]
-        raise ModelSourceError(f"{source}: {module_name} has no function {attribute!r}. It has: {', '.join(has) or 'none'}.")
+        has = [
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name
+        ][:8]
+        raise ModelSourceError(
+            f"{source}: {module_name} has no function {attribute!r}. It has: {', '.join(has) or 'none'}."
+        )
     with torch.device(device):
         model = builder()
     if not isinstance(model, nn.Module):
@@ -80,14 +96,17 @@ def _from_config(path: Path, device: str, layers: int | None, dtype: torch.dtype
     if not file.is_file():
         what = "has no config.json" if path.is_dir() else "is no file or directory"
         raise ModelSourceError(
-            f"{path} {what}. MODEL is a directory with a config.json, a config file, or package.module:function."
+            f"{path} {what}. MODEL is a directory with a config.json, a config file, or "
+            "package.module:function."
         )
     try:
         raw = json.loads(file.read_text())
         if not isinstance(raw, dict):
             raise ValueError("it holds no JSON object")
     except ValueError as error:
-        raise ModelSourceError(f"{file} is no model config: {error}. Give a config.json as Hugging Face writes it.") from error
+        raise ModelSourceError(
+            f"{file} is no model config: {error}. Give a config.json as Hugging Face writes it."
+        ) from error
     try:
         import transformers
     except ImportError as error:
@@ -95,8 +114,12 @@ def _from_config(path: Path, device: str, layers: int | None, dtype: torch.dtype
     try:
         with _quiet():
             config = transformers.AutoConfig.from_pretrained(str(file))
-    except Exception as error:  # transformers raises what it likes on a config: all of it is the file's fault here
-        raise ModelSourceError(f"{file}: transformers {transformers.__version__} can't read it: {_first_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # transformers raises what it likes on a config: all of it is the file's fault here
+        raise ModelSourceError(
+            f"{file}: transformers {transformers.__version__} can't read it: {_first_line(error)}"
+        ) from error
     if layers is not None:
         _shorten(config, layers)
     cls = _class_of(transformers, config, file)
@@ -105,7 +128,9 @@ def _from_config(path: Path, device: str, layers: int | None, dtype: torch.dtype
         with _quiet(), torch.device(device), _default_dtype(wanted):
             return cls(config)
     except ImportError as error:
-        raise ModelSourceError(f"{file}: building {cls.__name__} needs a package that is missing: {_first_line(error)}") from error
+        raise ModelSourceError(
+            f"{file}: building {cls.__name__} needs a package that is missing: {_first_line(error)}"
+        ) from error
     except Exception as error:
         raise ModelSourceError(
             f"{file}: {cls.__name__} could not be built from it: {type(error).__name__}: {_first_line(error)}"
@@ -119,8 +144,9 @@ def _class_of(transformers: Any, config: Any, file: Path) -> type[nn.Module]:
         cls = getattr(transformers, names[0], None)
         if cls is None:
             raise ModelSourceError(
-                f"{file}: its architecture {names[0]!r} is not a class of transformers {transformers.__version__}. "
-                "If it ships with code of its own, give a package.module:function that builds it."
+                f"{file}: its architecture {names[0]!r} is not a class of transformers "
+                f"{transformers.__version__}. If it ships with code of its own, give a "
+                "package.module:function that builds it."
             )
         return cls
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
@@ -128,11 +154,14 @@ def _class_of(transformers: Any, config: Any, file: Path) -> type[nn.Module]:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise ModelSourceError(f'{file}: it names no class. Add "architectures": ["LlamaForCausalLM"], or whichever it is for.')
+    raise ModelSourceError(
+        f'{file}: it names no class. Add "architectures": ["LlamaForCausalLM"], or whichever it is for.'
+    )
 
 
 def _shorten(config: Any, layers: int) -> None:
-    """Set every depth of the config, and of those nested in it, to at most `layers`; lists with an entry a layer follow."""
+    """Set every depth of the config, and of those nested in it, to at most `layers`; lists with an entry a
+    layer follow."""
     nested = [v for v in vars(config).values() if hasattr(v, "to_dict") and hasattr(v, "model_type")]
     for inner in nested:
         _shorten(inner, layers)
@@ -176,7 +205,8 @@ def _quiet() -> Iterator[None]:
 
 
 def randomise(model: nn.Module, seed: int = 0, spread: float = 0.02) -> None:
-    """Add noise to every parameter of `model`, so that no bias is zero and no norm is one and mistakes in them show."""
+    """Add noise to every parameter of `model`, so that no bias is zero and no norm is one and mistakes in
+    them show."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,6 +16,7 @@ from .show import (
     fold_kept,
     headline,
     human_bytes,
+    kind_of,
     meaning,
     size,
 )
@@ -23,12 +24,16 @@ from .show import (
 
 def html(plan: Plan, shown: Outline, itemsize: int) -> str:
     """The page. Every parameter is listed; the picture and the parameter table point at each other."""
-    cards = "".join(f"<div class=card><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in headline(plan, itemsize))
+    cards = "".join(
+        f"<div class=card><b>{escape(v)}</b><span>{escape(k)}</span></div>"
+        for k, v in headline(plan, itemsize)
+    )
     details = {i.key: {"title": i.title, "rows": i.details, "params": i.params} for i in _all(scene(shown))}
     data = json.dumps(details).replace("</", "<\\/")
     title = f"{plan.model} over tp={plan.tp}"
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{escape(title)}</title><style>{_CSS}</style></head><body>
 <header><h1>{escape(title)}</h1><button id="theme" title="light or dark">◐</button></header>
 <div class="cards">{cards}</div>
@@ -51,22 +56,33 @@ def _sections(plan: Plan, shown: Outline) -> Iterator[str]:
     for p in plan.params.values():
         look = "sharded" if p.layout else "replicate"
         name = p.name + "".join(f" = {other}" for other in p.also)
-        cells = (name, size(p.shape), size(p.local_shape(rank)), p.placement, p.axes, p.gradient, p.why or plan.kept.get(p.name, ""))
+        cells = (
+            name,
+            size(p.shape),
+            size(p.local_shape(rank)),
+            p.placement,
+            p.axes,
+            p.gradient,
+            p.why or plan.kept.get(p.name, ""),
+        )
         rows.append(f'<tr class="{look}" data-param="{escape(p.name)}">{_cells(cells)}</tr>')
     head = ("name", "whole", f"rank {rank}", "placement", "axes", "gradient", "why")
-    search = '<input id="filter" type="search" placeholder="filter parameters" aria-label="filter parameters">'
+    search = (
+        '<input id="filter" type="search" placeholder="filter parameters" aria-label="filter parameters">'
+    )
     yield f"<section><h2>Parameters {search}</h2>{_table(head, rows, 'params')}</section>"
     rows = [
-        f"<tr>{_cells((c.kind + (' + enter' if c.enter else ''), _times(n), ', '.join(w), size(c.shape), human_bytes(c.bytes), meaning(c), c.why))}</tr>"
+        _row(kind_of(c), _times(n), ", ".join(w), size(c.shape), human_bytes(c.bytes), meaning(c), c.why)
         for c, w, n in fold_collectives(plan)
     ]
     if rows:
         head = ("collective", "", "where", "value", "bytes", "what it does", "why")
         yield f"<section><h2>Collectives</h2>{_table(head, rows)}</section>"
-    rows = [f"<tr>{_cells((place, _times(n), str(whole), mine))}</tr>" for place, whole, mine, n in fold_ints(plan)]
+    rows = [_row(place, _times(n), str(whole), mine) for place, whole, mine, n in fold_ints(plan)]
     if rows:
-        yield f"<section><h2>Numbers that become local</h2>{_table(('where', '', 'whole', 'local'), rows)}</section>"
-    rows = [f"<tr>{_cells((name, _times(n), why))}</tr>" for name, why, n in fold_kept(plan)]
+        table = _table(("where", "", "whole", "local"), rows)
+        yield f"<section><h2>Numbers that become local</h2>{table}</section>"
+    rows = [_row(name, _times(n), why) for name, why, n in fold_kept(plan)]
     if rows:
         yield f"<section><h2>Weights that stay whole</h2>{_table(('name', '', 'why'), rows)}</section>"
     if plan.notes:
@@ -78,37 +94,51 @@ def _times(n: int) -> str:
     return f"× {n}" if n > 1 else ""
 
 
+def _row(*cells: str) -> str:
+    return f"<tr>{_cells(cells)}</tr>"
+
+
 def _cells(cells: Iterable[str]) -> str:
     return "".join(f"<td>{escape(c)}</td>" for c in cells)
 
 
 def _table(head: Iterable[str], rows: list[str], name: str = "") -> str:
     top = "".join(f"<th>{escape(h)}</th>" for h in head)
-    return f'<div class="scroll"><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    body = f"<thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table id="{name}">{body}</table></div>'
 
 
 _CSS = """
 :root{--bg:#fff;--ink:#1b2129;--dim:#69737f;--line:#e2e6eb;--card:#f7f8fa;--lit:#fff3c4}
-@media(prefers-color-scheme:dark){:root{--bg:#0f1216;--ink:#e8ecf1;--dim:#98a3b0;--line:#2b323b;--card:#171b21;--lit:#4a3f12}}
+@media(prefers-color-scheme:dark){
+:root{--bg:#0f1216;--ink:#e8ecf1;--dim:#98a3b0;--line:#2b323b;--card:#171b21;--lit:#4a3f12}
+}
 :root[data-theme=light]{--bg:#fff;--ink:#1b2129;--dim:#69737f;--line:#e2e6eb;--card:#f7f8fa;--lit:#fff3c4}
 :root[data-theme=dark]{--bg:#0f1216;--ink:#e8ecf1;--dim:#98a3b0;--line:#2b323b;--card:#171b21;--lit:#4a3f12}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1400px;padding:24px;background:var(--bg);color:var(--ink);
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1400px;padding:24px;background:var(--bg);color:var(--ink);
 font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}
 header{display:flex;justify-content:space-between;align-items:center}h1{font-size:22px;margin:0}
 h2{font-size:16px;margin:32px 0 10px;display:flex;gap:16px;align-items:center}
-button,input{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:4px 10px}
+button,input{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);
+border-radius:8px;padding:4px 10px}
 input{font-weight:400;width:280px}.dim{color:var(--dim)}
-.cards{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}.card{background:var(--card);border:1px solid var(--line);
-border-radius:10px;padding:8px 14px}.card b{display:block;font-size:16px}.card span{color:var(--dim);font-size:12px}
+.cards{display:flex;flex-wrap:wrap;gap:10px;margin:16px 0}
+.card{background:var(--card);border:1px solid var(--line);
+border-radius:10px;padding:8px 14px}
+.card b{display:block;font-size:16px}.card span{color:var(--dim);font-size:12px}
 main{display:grid;grid-template-columns:minmax(0,1fr) 360px;gap:18px;align-items:start}
 @media(max-width:900px){main{grid-template-columns:1fr}}
-.picture{overflow:auto;border:1px solid var(--line);border-radius:12px;max-height:86vh}.picture svg{display:block;margin:0 auto}
-#details{position:sticky;top:16px;background:var(--card);border:1px solid var(--line);border-radius:12px;padding:14px;
-max-height:86vh;overflow:auto}#details h3{margin:0 0 8px;font-size:15px}#details dl{margin:0}
+.picture{overflow:auto;border:1px solid var(--line);border-radius:12px;max-height:86vh}
+.picture svg{display:block;margin:0 auto}
+#details{position:sticky;top:16px;background:var(--card);border:1px solid var(--line);border-radius:12px;
+padding:14px;max-height:86vh;overflow:auto}#details h3{margin:0 0 8px;font-size:15px}#details dl{margin:0}
 #details dt{color:var(--dim);font-size:12px;margin-top:7px;overflow-wrap:anywhere}
-#details dd{margin:0;overflow-wrap:anywhere;font:12px/1.4 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+#details dd{margin:0;overflow-wrap:anywhere;
+font:12px/1.4 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .scroll{overflow-x:auto;max-height:70vh;overflow-y:auto;border:1px solid var(--line);border-radius:10px}
-table{border-collapse:collapse;width:100%;font-size:12.5px}th{position:sticky;top:0;background:var(--card);text-align:left}
+table{border-collapse:collapse;width:100%;font-size:12.5px}
+th{position:sticky;top:0;background:var(--card);text-align:left}
 th,td{padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
 td:nth-child(-n+3){font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 tr.replicate td{color:var(--dim)}tr.lit td{background:var(--lit)}
@@ -120,14 +150,17 @@ document.getElementById('theme').onclick=()=>{const dark=root.dataset.theme?root
 matchMedia('(prefers-color-scheme:dark)').matches;root.dataset.theme=dark?'light':'dark'};
 const rows=[...document.querySelectorAll('#params tbody tr')],hits=[...document.querySelectorAll('.hit')];
 const el=(tag,text)=>{const e=document.createElement(tag);e.textContent=text;return e};
-function show(key){const d=DETAILS[key];if(!d)return;panel.replaceChildren(el('h3',d.title));const dl=document.createElement('dl');
+function show(key){const d=DETAILS[key];if(!d)return;
+panel.replaceChildren(el('h3',d.title));const dl=document.createElement('dl');
 for(const[k,v]of d.rows)dl.append(el('dt',k),el('dd',v));panel.append(dl);
 const names=new Set(d.params);for(const r of rows)r.classList.toggle('lit',names.has(r.dataset.param))}
 function light(keys){for(const h of hits)h.classList.toggle('lit',keys.has(h.dataset.key))}
 for(const h of hits){h.querySelector('title')?.remove();
 h.onmouseenter=()=>{if(!kept)show(h.dataset.key)};
-h.onclick=()=>{kept=kept===h.dataset.key?null:h.dataset.key;show(h.dataset.key);light(new Set(kept?[kept]:[]))}}
-for(const r of rows)r.onmouseenter=()=>{if(!kept)light(new Set(Object.keys(DETAILS).filter(k=>DETAILS[k].params.includes(r.dataset.param))))};
+h.onclick=()=>{kept=kept===h.dataset.key?null:h.dataset.key;
+show(h.dataset.key);light(new Set(kept?[kept]:[]))}}
+const holding=name=>new Set(Object.keys(DETAILS).filter(k=>DETAILS[k].params.includes(name)));
+for(const r of rows)r.onmouseenter=()=>{if(!kept)light(holding(r.dataset.param))};
 document.getElementById('filter').oninput=e=>{const t=e.target.value.toLowerCase();
 for(const r of rows)r.hidden=!r.textContent.toLowerCase().includes(t)};
 """

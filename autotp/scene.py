@@ -1,8 +1,10 @@
-"""What a picture of a plan shows: boxes for modules, chips for joining operations, diamonds for collectives, and edges.
+"""What a picture of a plan shows: boxes for modules, chips for joining operations, diamonds for collectives,
+and edges.
 
-Of an outline only what matters to the eye is kept: modules with weights, activations, the collectives, and the
-operations where two flows meet (a residual sum, a gate, the attention product). Reshapes and casts become plain edges.
-Edges follow the values that carry a gradient: masks and rotary tables come from the side and would hide the structure.
+Of an outline only what matters to the eye is kept: modules with weights, activations, the collectives, and
+the operations where two flows meet (a residual sum, a gate, the attention product). Reshapes and casts become
+plain edges. Edges follow the values that carry a gradient: masks and rotary tables come from the side and
+would hide the structure.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass, field
 
 from .outline import Block, Mark, Outline, Step, range_of
 from .plan import ParamPlan
-from .show import human_bytes, local, meaning, ranks_text, size
+from .show import human_bytes, kind_of, local, meaning, ranks_text, size
 
 PORT = "in"  # the source that stands for "comes from outside of this group"
-_SYMBOLS = {"add": "+", "iadd": "+", "radd": "+", "mul": "×", "imul": "×", "rmul": "×", "sub": "−", "matmul": "matmul"}
+_SYMBOLS = {"add": "+", "iadd": "+", "radd": "+", "mul": "×", "imul": "×", "rmul": "×", "sub": "−"}
 
 
 @dataclass
@@ -48,12 +50,15 @@ def scene(shown: Outline) -> Item:
     if shown.unused:
         names = [p.name for p in shown.unused]
         note = [(p.name, size(p.shape)) for p in shown.unused]
-        root.items.append(Item("unused", "module", f"{len(names)} not reached", [], "replicate", [PORT], note, params=names))
+        root.items.append(
+            Item("unused", "module", f"{len(names)} not reached", [], "replicate", [PORT], note, params=names)
+        )
     return root
 
 
 class _Group:
-    """Builds the group of one block. `at` maps a value (by node name) to the items of this group it comes out of."""
+    """Builds the group of one block. `at` maps a value (by node name) to the items of this group it comes out
+    of."""
 
     def __init__(self, shown: Outline, block: Block) -> None:
         self.shown, self.block = shown, block
@@ -75,7 +80,16 @@ class _Group:
         details += _param_details(block.params, self.shown.rank)
         names = [p.name for p in block.params]
         return Item(
-            f"g:{block.path}", "group", title, lines, "group", sorted(inputs), details, self.items, len(block.names), names
+            f"g:{block.path}",
+            "group",
+            title,
+            lines,
+            "group",
+            sorted(inputs),
+            details,
+            self.items,
+            len(block.names),
+            names,
         )
 
     def sources(self, uses: tuple[str, ...]) -> list[frozenset[str]]:
@@ -98,24 +112,39 @@ class _Group:
     def visible(self, step: Step, origins: list[frozenset[str]]) -> Item | None:
         rank = self.shown.rank
         value = step.values[0]
-        given = [("gives", f"{value.dtype}{size(value.shape)} {value.state}"), ("in the whole model", size(value.whole))]
+        given = [
+            ("gives", f"{value.dtype}{size(value.shape)} {value.state}"),
+            ("in the whole model", size(value.whole)),
+        ]
         if step.module is not None:
             name = step.module[len(self.block.path) + 1 :] if self.block.path else step.module
             if not step.params:
                 if step.op in ("Dropout", "Identity"):
                     return None
-                return Item(f"s:{step.node}", "op", step.op, [], "plain", [], [("module", step.module), *given])
-            look = step.layer if step.layer in ("column", "row") else "vocab" if step.layer in ("vocab", "embedding") else ""
+                return Item(
+                    f"s:{step.node}", "op", step.op, [], "plain", [], [("module", step.module), *given]
+                )
+            look = (
+                step.layer
+                if step.layer in ("column", "row")
+                else "vocab"
+                if step.layer in ("vocab", "embedding")
+                else ""
+            )
             look = look or ("other" if any(p.layout for p in step.params) else "replicate")
             lines = [f"{step.op} · {step.layer or 'replicated'}"]
             lines += [_short(p, rank) for p in step.params]
-            details = [("module", step.module), ("class", step.op), ("becomes", step.layer or "unchanged"), *given]
+            details = [
+                ("module", step.module),
+                ("class", step.op),
+                ("becomes", step.layer or "unchanged"),
+                *given,
+            ]
             details += _param_details(step.params, rank)
             names = [p.name for p in step.params]
             return Item(f"s:{step.node}", "module", name, lines, look, [], details, params=names)
         if len(set(origins)) > 1 or step.joins:
-            title = _SYMBOLS.get(step.op.strip("_"), step.op.strip("_"))
-            title = "attention" if step.op == "scaled_dot_product_attention" else title
+            title = _SYMBOLS.get(step.op, step.op.replace("scaled_dot_product_attention", "attention"))
             return Item(f"s:{step.node}", "op", title, [], "plain", [], [("operation", step.text), *given])
         return None
 
@@ -129,7 +158,11 @@ class _Group:
             return  # tables made from positions: nothing with a gradient goes through
         origins = self.collectives(block.marks, True, origins or frozenset((PORT,)), block.path)
         group.sources = sorted(origins)
-        if not group.items or all(i.kind == "op" for i in group.items) and not any(b.marks for b in block.blocks()):
+        if (
+            not group.items
+            or all(i.kind == "op" for i in group.items)
+            and not any(b.marks for b in block.blocks())
+        ):
             self.flatten(group, params, block)
         self.items.append(group)
         out = self.collectives(block.marks, False, frozenset((group.key,)), block.path)
@@ -147,12 +180,19 @@ class _Group:
         group.lines = [f"{block.kind} · {'sharded' if group.look == 'other' else 'replicated'}"]
         group.lines += [_short(p, self.shown.rank) for p in params]
 
-    def collectives(self, marks: list[Mark], before: bool, sources: frozenset[str], at: str) -> frozenset[str]:
+    def collectives(
+        self, marks: list[Mark], before: bool, sources: frozenset[str], at: str
+    ) -> frozenset[str]:
         for n, mark in enumerate(m for m in marks if m.before is before):
             c = mark.collective
             key = f"c:{at}:{'before' if before else 'after'}:{n}"
-            title = f"{c.kind}{' + enter' if c.enter else ''}"
-            details = [("collective", title), ("does", meaning(c)), ("at", str(mark.where)), ("value", size(c.shape))]
+            title = kind_of(c)
+            details = [
+                ("collective", title),
+                ("does", meaning(c)),
+                ("at", str(mark.where)),
+                ("value", size(c.shape)),
+            ]
             details += [("bytes", f"{c.bytes:,} ({human_bytes(c.bytes)})"), ("why", c.why)]
             self.items.append(
                 Item(key, "collective", title, [human_bytes(c.bytes)], "collective", sorted(sources), details)

@@ -1,9 +1,9 @@
-"""A plan for people, in the terminal: the sharded model printed like code, tables, and why a parameter is where it is."""
+"""A plan for people, in the terminal: the sharded model printed like code, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -12,9 +12,6 @@ from rich.text import Text
 
 from .outline import Block, Mark, Outline, Step, Value, range_of
 from .plan import Collective, ParamPlan, Plan
-
-if TYPE_CHECKING:
-    from .planner import Analysis
 
 STYLE = {"column": "blue", "row": "dark_orange", "vocab": "green", "embedding": "green", "": "bright_black"}
 
@@ -33,6 +30,11 @@ def meaning(collective: Collective) -> str:
     if collective.enter:
         return "all-reduce forward and backward"
     return MEANING.get(collective.kind, f"all-reduce of a {collective.kind} forward")
+
+
+def kind_of(collective: Collective) -> str:
+    """`reduce`, or `reduce + enter` where both directions send."""
+    return collective.kind + (" + enter" if collective.enter else "")
 
 
 def human_bytes(n: float) -> str:
@@ -71,7 +73,11 @@ def _numel(shape: tuple[int, ...]) -> int:
 def headline(plan: Plan, itemsize: int) -> list[tuple[str, str]]:
     """The few numbers that matter, with what each says."""
     whole, ranks = totals(plan, itemsize)
-    per_rank = human_bytes(ranks[0]) if len(set(ranks)) == 1 else f"{human_bytes(min(ranks))} to {human_bytes(max(ranks))}"
+    per_rank = (
+        human_bytes(ranks[0])
+        if len(set(ranks)) == 1
+        else f"{human_bytes(min(ranks))} to {human_bytes(max(ranks))}"
+    )
     sharded = sum(p.layout is not None for p in plan.params.values())
     places = sum(len(c.where) for c in plan.collectives)
     return [
@@ -86,15 +92,16 @@ def headline(plan: Plan, itemsize: int) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------- like code
 def text(plan: Plan, shown: Outline, itemsize: int) -> Text:
-    """The sharded model as code: each module, its operations with this rank's shapes, and the collectives between."""
+    """The sharded model as code: each module, its operations with this rank's shapes, and the collectives
+    between."""
     out = Text()
     out.append(f"# {plan.model} over tp={plan.tp}, rank {shown.rank}\n", "bold")
     for name, value in headline(plan, itemsize):
         if name not in ("ranks",):
             out.append(f"#   {name:22} {value}\n", "dim")
     out.append("\n")
-    for value in shown.inputs:
-        out.append(f"{value.name:48}  {_value(value)}\n", "dim")
+    for given in shown.inputs:
+        out.append(f"{given.name:48}  {_value(given)}\n", "dim")
     _block(out, shown.root, 0, shown)
     for param in shown.unused:
         out.append(f"# not reached: {param.name}  {size(param.shape)}\n", "yellow")
@@ -108,7 +115,11 @@ def _block(out: Text, block: Block, depth: int, shown: Outline) -> None:
     for mark in (m for m in block.marks if m.before):
         _mark(out, mark, depth)
     out.append(pad)
-    labels = [block.label] + [n[len(block.path) - len(block.label) :] for n in block.names[1:]] if block.path else []
+    labels = (
+        [block.label] + [n[len(block.path) - len(block.label) :] for n in block.names[1:]]
+        if block.path
+        else []
+    )
     out.append(range_of(labels) if labels else "model", "bold cyan")
     out.append(f": {block.kind}", "cyan")
     if len(block.names) > 1:
@@ -119,13 +130,40 @@ def _block(out: Text, block: Block, depth: int, shown: Outline) -> None:
         out.append(f"   # {i.value} in the whole model\n", "dim")
     for param in block.params:
         _param(out, param, depth + 1, shown.rank)
-    for item in block.items:
-        if isinstance(item, Block):
-            _block(out, item, depth + 1, shown)
+    for run in _runs(block.items):
+        if isinstance(run, Block):
+            _block(out, run, depth + 1, shown)
+        elif len(run) > 3:
+            _aside(out, run, depth + 1)
         else:
-            _step(out, item, depth + 1, shown)
+            for step in run:
+                _step(out, step, depth + 1, shown)
     for mark in (m for m in block.marks if not m.before):
         _mark(out, mark, depth)
+
+
+def _runs(items: list[Step | Block]) -> Iterator[Block | list[Step]]:
+    """Blocks and steps in order, those in a row that no gradient and no rank touches (masks, positions)
+    together."""
+    aside: list[Step] = []
+    for item in items:
+        if isinstance(item, Step) and not (
+            item.grad or item.marks or item.params or item.values[0].state != "Replicate"
+        ):
+            aside.append(item)
+            continue
+        if aside:
+            yield aside
+            aside = []
+        yield item if isinstance(item, Block) else [item]
+    if aside:
+        yield aside
+
+
+def _aside(out: Text, steps: list[Step], depth: int) -> None:
+    kinds = few(list(dict.fromkeys(s.op for s in steps)), 5)
+    line = f"{'    ' * depth}# {len(steps)} operations without gradient, the same on every rank: {kinds}"
+    out.append(f"{line}\n", "dim italic")
 
 
 def _step(out: Text, step: Step, depth: int, shown: Outline) -> None:
@@ -153,9 +191,14 @@ def _param(out: Text, param: ParamPlan, depth: int, rank: int) -> None:
 def _mark(out: Text, mark: Mark, depth: int) -> None:
     c = mark.collective
     at = f" at {mark.where}" if mark.where.path or mark.where.site else ""
-    out.append(f"{'    ' * depth}◆ {c.kind}{' + enter' if c.enter else ''}", "bold red")
+    out.append(f"{'    ' * depth}◆ {kind_of(c)}", "bold red")
     out.append(f"  {human_bytes(c.bytes)}, {meaning(c)}{at}", "red")
     out.append(f"   # {c.why}\n" if c.why else "\n", "dim")
+
+
+def few(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _value(value: Value) -> str:
@@ -178,36 +221,46 @@ def tables(plan: Plan, itemsize: int, rank: int) -> Group:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", border_style="bright_black")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        border_style="bright_black",
+    )
     for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column in ("bytes", "places") else "left")
+        table.add_column(
+            column, overflow="fold", justify="right" if column in ("bytes", "places") else "left"
+        )
     return table
 
 
 def _summary(plan: Plan, itemsize: int) -> Table:
-    table = Table(title=f"{plan.model} over {plan.tp} ranks", title_justify="left", title_style="bold", show_header=False, box=None)
+    table = Table(
+        title=f"{plan.model} over {plan.tp} ranks",
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+    )
     for name, value in headline(plan, itemsize):
         table.add_row(Text(name, "dim"), Text(value, "bold"))
     return table
 
 
 def fold_params(plan: Plan) -> Iterator[tuple[str, int, ParamPlan]]:
-    """Parameters that differ only in the numbers in their names, once: (pattern with `*`, how many, the first)."""
-    groups: dict[tuple[object, ...], list[ParamPlan]] = {}
+    """Parameters that differ only in the numbers in their names, once: (pattern, how many, the first)."""
+    groups: dict[Any, list[ParamPlan]] = {}
     for p in plan.params.values():
-        key = (pattern(p.name), p.shape, p.layout, p.placement, p.gradient, tuple(map(pattern, p.also)))
-        groups.setdefault(_hashable(key), []).append(p)
+        key = (pattern(p.name), p.shape, repr(p.layout), p.placement, p.gradient, tuple(map(pattern, p.also)))
+        groups.setdefault(key, []).append(p)
     for key, members in groups.items():
-        yield (str(key[0]) if len(members) > 1 else members[0].name), len(members), members[0]
+        yield (key[0] if len(members) > 1 else members[0].name), len(members), members[0]
 
 
 def pattern(name: str) -> str:
     """`model.layers.*.mlp` for `model.layers.3.mlp`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _hashable(key: tuple[object, ...]) -> tuple[object, ...]:
-    return tuple(k if isinstance(k, (str, tuple)) else repr(k) for k in key)
 
 
 def _parameters(plan: Plan, rank: int) -> Table:
@@ -223,13 +276,13 @@ def _parameters(plan: Plan, rank: int) -> Table:
 
 def fold_collectives(plan: Plan) -> Iterator[tuple[Collective, list[str], int]]:
     """Alike collectives once: (the first, the patterns of the places, how many collectives)."""
-    groups: dict[tuple[object, ...], list[Collective]] = {}
+    groups: dict[Any, list[Collective]] = {}
     for c in plan.collectives:
         where = tuple(dict.fromkeys(pattern_of(str(w)) for w in c.where))
         groups.setdefault((c.kind, c.enter, c.bytes, where, pattern_of(c.why)), []).append(c)
     for key, members in groups.items():
         where = key[3] if len(members) > 1 else tuple(str(w) for w in members[0].where)
-        yield members[0], list(where), len(members)  # type: ignore[call-overload]
+        yield members[0], list(where), len(members)
 
 
 def pattern_of(place: str) -> str:
@@ -241,9 +294,17 @@ def pattern_of(place: str) -> str:
 def _collectives(plan: Plan) -> Table:
     table = _table("Collectives", "kind", "", "where", "value", "bytes", "what it does", "why")
     for c, where, count in fold_collectives(plan):
-        kind = c.kind + (" + enter" if c.enter else "")
+        kind = kind_of(c)
         times = f"× {count}" if count > 1 else ""
-        table.add_row(Text(f"◆ {kind}", "red"), times, "\n".join(where), size(c.shape), human_bytes(c.bytes), meaning(c), c.why)
+        table.add_row(
+            Text(f"◆ {kind}", "red"),
+            times,
+            "\n".join(where),
+            size(c.shape),
+            human_bytes(c.bytes),
+            meaning(c),
+            c.why,
+        )
     return table
 
 
@@ -277,70 +338,3 @@ def _remainder(plan: Plan) -> Table:
     for name, why, count in fold_kept(plan):
         table.add_row(name, f"× {count}" if count > 1 else "", why)
     return table
-
-
-# ---------------------------------------------------------------- why
-def why(found: Analysis, plan: Plan, name: str) -> Text:
-    """One parameter, from its axes to what decided each: where it is followed to, what it costs, what forbids it.
-
-    name: a parameter, or one of its tied names. Raises KeyError where the model has none of that name.
-    """
-    from .axes import leaves, show
-    from .flow import describe
-
-    param = next(p for p in plan.params.values() if name in (p.name, *p.also)) if name not in plan.params else plan.params[name]
-    out = Text()
-    out.append(f"{name}\n", "bold cyan")
-    out.append(f"  {local(param, 0)} on rank 0, {param.placement}, gradient {param.gradient}\n")
-    if param.also:
-        out.append(f"  the same tensor as {', '.join(n for n in (param.name, *param.also) if n != name)}\n", "dim")
-    dims = found.index.axes.params.get(param.name)
-    if dims is None:
-        out.append("  The captured run never uses it, so nothing is known about its axes; it stays whole.\n", "yellow")
-        return out
-    letters: dict = {}
-    for d, dim in enumerate(dims):
-        out.append(f"\n  dim {d}", "bold")
-        out.append(f", {dim.size} = {show(dim, letters)}\n")
-        for leaf in leaves(dim):
-            label = show(leaf, letters)
-            flow = found.choice.flows.get(leaf)
-            if flow is not None:
-                out.append(f"    ✓ axis {label} of {leaf.size} is sharded", "green")
-                split = found.choice.splits[leaf]
-                out.append(f": {ranks_text(tuple(split.size(r) for r in range(plan.tp)))} a rank\n")
-                holders = sorted(map(pattern, flow.params))
-                kinds = dict.fromkeys(holders)
-                out.append(f"      shared by {len(flow.params)} parameters: {_few(list(kinds))}\n", "dim")
-                inside = sorted(flow.inside, key=found.index.order.__getitem__)
-                if inside:
-                    out.append(f"      from {describe(inside[0])}\n      to   {describe(inside[-1])}\n", "dim")
-                edges = {}
-                for e in flow.edges:
-                    edges.setdefault((e.kind, e.why), []).append(e)
-                for (kind, because), group in edges.items():
-                    shown_at = group[0].user if group[0].user is not None else group[0].source
-                    out.append(f"      ◆ {kind}{f' × {len(group)}' if len(group) > 1 else ''}", "red")
-                    out.append(f" at {describe(shown_at)}: {because}\n", "dim")
-                continue
-            partner = next((a for a, s in found.choice.splits.items() if a is leaf and s.partner is not None), None)
-            if partner is not None:
-                out.append(f"    ✓ axis {label} of {leaf.size} is split together with its partner, in groups\n", "green")
-                continue
-            reason = found.choice.rejected.get(leaf, "no gain in sharding it")
-            out.append(f"    ✗ axis {label} of {leaf.size} stays whole", "yellow")
-            out.append(f": {reason}\n")
-            forbids = [
-                (node, forbid.why)
-                for node in found.index.touching.get(leaf, ())
-                for forbid in getattr(found.index.axes.facts.get(node), "forbids", ())
-                if leaf in leaves(forbid.axis)
-            ]
-            for node, because in forbids[:3]:
-                out.append(f"      {describe(node)}: {because}\n", "dim")
-    return out
-
-
-def _few(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
