@@ -1,16 +1,17 @@
 """What each module is for, found by what its weights' axes pass through; never by its name.
 
-A *use* is an operation that contracts values with a weight: a linear, an embedding, a product with a bare parameter. It
-*takes* the axes that it sums over and *makes* the ones that the weight brings into the result. Between uses, values pass
-through operations without weights (views, activations, norms). On that:
+A *use* is an operation that contracts values with a weight: a linear, an embedding, a product with a bare
+parameter. It *takes* the axes that it sums over and *makes* the ones that the weight brings into the result.
+Between uses, values pass through operations without weights (views, activations, norms). On that:
 
-* attention: the softmax of a product of two values (queries, keys), multiplied with a third (values), or the fused
-  operation. The uses that make its operands are `q`, `k`, `v`, or jointly `qkv`, `kv`; the use that takes its result is
-  `attn_out`.
-* `mlp_in`, `mlp_out`: uses that make and take one axis, with pointwise operations between. A residual addition, of a value
-  to something computed from it, ends the way: that axis is the stream's, not an inner one.
-* `embed` looks its weight's rows up; `head` makes an axis that reaches the model's output; `experts` own a weight of three
-  dims; `norm` takes statistics.
+* attention: the softmax of a product of two values (queries, keys), multiplied with a third (values), or the
+  fused operation. The uses that make its operands are `q`, `k`, `v`, or jointly `qkv`, `kv`; the use that
+  takes its result is `attn_out`.
+* `mlp_in`, `mlp_out`: uses that make and take one axis, with pointwise operations between. A residual
+  addition, of a value to something computed from it, ends the way: that axis is the stream's, not an inner
+  one.
+* `embed` looks its weight's rows up; `head` makes an axis that reaches the model's output; `experts` own a
+  weight of three dims; `norm` takes statistics.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention: the operation that gives its result, and the uses around it by role. `heads`: the leaves of its result
-    that its `out` takes (heads, and the width of a value)."""
+    """One attention: the operation that gives its result, and the uses around it by role.
+
+    heads: the leaves of the scores that its `out` takes; for grouped queries, the groups and those within
+    one.
+    """
 
     node: fx.Node
     q: tuple[Use, ...]
@@ -62,9 +66,6 @@ class Structure:
     uses: list[Use]
     attentions: list[Attention]
     roles: dict[str, str] = field(default_factory=dict)
-
-    def of_param(self, name: str) -> list[Use]:
-        return [use for use in self.uses if use.param == name]
 
 
 def roles(index: GraphIndex) -> dict[str, str]:
@@ -159,8 +160,13 @@ class _Walk:
                     found[node] = str(node.target)
             elif node.op == "call_function":
                 operands = self.index.operands[node]
-                if operands and operands[0].node in found and all(
-                    not op.node.meta["val"].is_floating_point() and _ndim(operands[0].node) > 2 for op in operands[1:]
+                if (
+                    operands
+                    and operands[0].node in found
+                    and all(
+                        not op.node.meta["val"].is_floating_point() and _ndim(operands[0].node) > 2
+                        for op in operands[1:]
+                    )
                 ):
                     found[node] = found[operands[0].node]
         return found
@@ -198,28 +204,39 @@ class _Walk:
         for node in self.index.nodes:
             if node.target is F.scaled_dot_product_attention:
                 args = {**dict(enumerate(node.meta["args"])), **node.meta["kwargs"]}
-                q, k, v = (args.get(i, args.get(name)) for i, name in enumerate(("query", "key", "value")))
-                yield self._attention(node, [q], [k], [v])
+                q, k, v = (
+                    args[i] if i in args else args[name] for i, name in enumerate(("query", "key", "value"))
+                )
+                yield self._attention(node, q, [q], [k], [v])
             elif _is_softmax(self.index, node):
                 products = [n for n in self._back([node]) if self._multiplies(n)]
                 for result in self._forward_products(node) if products else ():
                     probabilities, values = (op.node for op in self._factors(result)[:2])
                     if node not in self._upstream(probabilities):
-                        values = probabilities
+                        probabilities, values = values, probabilities
                     q, k = zip(*([op.node for op in self._factors(p)[:2]] for p in products), strict=True)
-                    yield self._attention(result, q, k, [values])
+                    yield self._attention(result, probabilities, q, k, [values])
 
     def _attention(
-        self, node: fx.Node, q: Iterable[fx.Node], k: Iterable[fx.Node], v: Iterable[fx.Node]
+        self,
+        node: fx.Node,
+        queries: fx.Node,
+        q: Iterable[fx.Node],
+        k: Iterable[fx.Node],
+        v: Iterable[fx.Node],
     ) -> Attention:
+        """`queries`: queries or scores. They have the heads, and in the last dim what is none: widths or
+        keys."""
         carried = self.index.carried[node]
         takers = [u for n in self._forward(node) for u in self.use_at[n] if u.taken & carried]
-        heads = frozenset(leaf for use in takers for leaf in use.taken & carried)
+        taken = frozenset(leaf for use in takers for leaf in use.taken & carried)
+        heads = (taken & self.index.carried[queries]) - frozenset(leaves(self.index.axes.of[queries][-1]))
         q_uses, k_uses, v_uses = (self._makers(values, heads) for values in (q, k, v))
         return Attention(node, q_uses, k_uses, v_uses, tuple(takers), heads)
 
     def _makers(self, values: Iterable[fx.Node], heads: frozenset[Axis]) -> tuple[Use, ...]:
-        """The uses that make these values; of several, those that bring the heads (a rotary part may come from another)."""
+        """The uses that make these values; of several, those that bring the heads (a rotary part may come
+        from another)."""
         found = [u for n in self._back(values) for u in self.use_at[n] if u.taken]
         return tuple([u for u in found if u.made & heads] or found)
 
@@ -253,7 +270,8 @@ class _Walk:
         return ends
 
     def _forward_products(self, softmax: fx.Node) -> list[fx.Node]:
-        """The first products after a softmax in which its result meets other values, summed over the softmax's axis."""
+        """The first products after a softmax in which its result meets other values, summed over the
+        softmax's axis."""
         facts = self.index.facts(softmax)
         keys = {leaf for f in (facts.forbids if facts else ()) for leaf in leaves(f.axis)}
         ends, seen, todo = [], {softmax}, [softmax]
@@ -262,7 +280,9 @@ class _Walk:
                 if user in seen or self.use_at[user] or user.op == "output":
                     continue
                 seen.add(user)
-                summed = {leaf for c in _contracts(self.index, user) if c.how == SUM for leaf in leaves(c.axis)}
+                summed = {
+                    leaf for c in _contracts(self.index, user) if c.how == SUM for leaf in leaves(c.axis)
+                }
                 if self._multiplies(user) and (summed & keys or not keys):
                     ends.append(user)
                 else:
@@ -286,16 +306,22 @@ class _Walk:
         """The operands of a product of values; of a `baddbmm`, without what is added."""
         facts = self.index.facts(node)
         added = facts.addends if facts else ()
-        return [op for op in self.index.operands[node] if op.path[0] not in added and op.node not in self.weight_of]
+        return [
+            op
+            for op in self.index.operands[node]
+            if op.path[0] not in added and op.node not in self.weight_of
+        ]
 
     def _multiplies(self, node: fx.Node) -> bool:
         """Does it contract two values, neither of them a weight?"""
         summed = any(c.how == SUM for c in _contracts(self.index, node))
-        return summed and node.op == "call_function" and not self.use_at[node] and len(self._factors(node)) == 2
+        return (
+            summed and node.op == "call_function" and not self.use_at[node] and len(self._factors(node)) == 2
+        )
 
     def reaches(self, use: Use, axis: Axis) -> tuple[list[Use], bool]:
-        """The uses that take `axis` as `use` made it, through pointwise operations and changes of shape; and whether it
-        reaches the model's output."""
+        """The uses that take `axis` as `use` made it, through pointwise operations and changes of shape; and
+        whether it reaches the model's output."""
         index, found, output = self.index, [], False
         seen = {use.node}
         queue = [(index.order[user], user) for user, _ in index.uses[use.node]]
@@ -318,15 +344,20 @@ class _Walk:
 
     def _stops(self, node: fx.Node, axis: Axis, seen: set[fx.Node], start: fx.Node) -> bool:
         facts = self.index.facts(node)
-        stated = [*facts.contracts, *facts.forbids] if facts else []
-        if facts is None or any(axis in leaves(item.axis) for item in stated):
+        if facts is None:
+            return True
+        if any(
+            axis in leaves(a) for a in [c.axis for c in facts.contracts] + [f.axis for f in facts.forbids]
+        ):
             return True
         others = [op.node for op in self.index.operands[node] if op.node not in seen]
-        return any(self._shares_origin(other, axis, start) for other in others if axis in self.index.carried[other])
+        return any(
+            self._shares_origin(other, axis, start) for other in others if axis in self.index.carried[other]
+        )
 
     def _shares_origin(self, other: fx.Node, axis: Axis, start: fx.Node) -> bool:
-        """Is `other` a value that `start` was computed from, or made from one without a weight? Then they meet in a residual
-        addition."""
+        """Is `other` a value that `start` was computed from, or made from one without a weight? Then they
+        meet in a residual addition."""
         seen, todo = {other}, [other]
         while todo:
             node = todo.pop()

@@ -1,10 +1,10 @@
 """Reading a policy: YAML with its line numbers, a dict of the same form, or a transformers `tp_plan`.
 
-What is read here is only checked against itself: known keys, known roles, well-formed layouts. Whether it fits a model is
-`policy.py`'s question.
+What is read here is only checked against itself: known keys, known roles, well-formed layouts. Whether it
+fits a model is `policy.py`'s question.
 
-A YAML file is composed into nodes, not loaded into dicts, so that every rule keeps its line and a key written twice is
-seen. A dict has no lines: its rules are found by key.
+A YAML file is composed into nodes, not loaded into dicts, so that every rule keeps its line and a key written
+twice is seen. A dict has no lines: its rules are found by key.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from .errors import PolicyError
 from .stated_layout import Layout, parse_layout
 
 ROLES: dict[str, str] = {
-    "qkv": "out", "q": "out", "k": "out", "v": "out", "kv": "out", "mlp_in": "out", "head": "out", "column": "out",
+    "qkv": "out", "q": "out", "k": "out", "v": "out", "kv": "out", "qk": "out",
+    "mlp_in": "out", "head": "out", "column": "out",
     "attn_out": "in", "mlp_out": "in", "row": "in",
     "embed": "lookup", "vocab": "lookup", "expert": "lookup",
     "experts": "any",
     "replicate": "none",
 }  # fmt: skip
-"""Each role and the side of the weight that it wants sharded: its output, its input, the axis that is looked up (the
-vocabulary, the experts), any, or none."""
+"""Each role and the side of the weight that it wants sharded: its output, its input, the axis that is looked
+up (the vocabulary, the experts), any, or none."""
 
 STYLES: dict[str, str | None] = {
-    "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column", "packed_colwise": "column",
+    "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column",
+    "packed_colwise": "column",
     "rowwise": "row", "rowwise_rep": "row", "rowwise_split_input": "row", "packed_rowwise": "row",
     "embedding_rowwise": "vocab", "embedding_colwise": "column",
     "grouped_gemm": "expert",
@@ -41,9 +43,9 @@ STYLES: dict[str, str | None] = {
     "mla_kv_a_proj": None, "moe_tp_experts": None, "moe_identity_expert": None, "ep_dispatch_experts": None,
     "all_reduce": None, "local_params": None, "sequence_parallel": None,
 }  # fmt: skip
-"""transformers' parallel styles (5.23) as roles. None: the style says where a collective goes, which follows from the
-dataflow here, so it is noted and nothing is asked. Whether an output is gathered (`_rep`, `_gather_output`) or an input
-is cut (`_split_input`) follows too."""
+"""transformers' parallel styles (5.23) as roles. None: the style says where a collective goes, which follows
+from the dataflow here, so it is noted and nothing is asked. Whether an output is gathered (`_rep`,
+`_gather_output`) or an input is cut (`_split_input`) follows too."""
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
@@ -57,7 +59,8 @@ _RULE = ("role", "layout")
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a policy: `role` and `layout` for the modules or parameters whose names `pattern` matches."""
+    """One line of a policy: `role` and `layout` for the modules or parameters whose names `pattern`
+    matches."""
 
     pattern: str
     role: str | None
@@ -72,7 +75,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """One policy as read. `match`: model_type and class names it is for, any if empty. `options`: value and place.
+    """One policy as read. `match`: model_type and class names it is for, any if empty. `options`: value and
+    place.
 
     `lenient`: a tp_plan, which covers every variant of an architecture: single patterns may match nothing.
     """
@@ -100,7 +104,9 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> PolicyFile:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         near = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise PolicyError(f"{path}: the policy can't be read ({error.strerror}).{closest(path.name, near)}") from None
+        raise PolicyError(
+            f"{path}: the policy can't be read ({error.strerror}).{closest(path.name, near)}"
+        ) from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         entry = _entry(node, str(path)) if node is not None else None
@@ -109,12 +115,15 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> PolicyFile:
         line = f":{mark.line + 1}" if mark else ""
         raise PolicyError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}.") from None
     if entry is None:
-        raise PolicyError(f"{path}:1: the policy is empty. It needs at least `modules:` with one pattern and its role.")
+        raise PolicyError(
+            f"{path}:1: the policy is empty. It needs at least `modules:` with one pattern and its role."
+        )
     return _policy(entry, str(path))
 
 
 def closest(word: str, valid: Iterable[str], always: bool = False) -> str:
-    """` Did you mean …?` with the words of `valid` nearest to `word`; with `always`, all of them where none is near."""
+    """` Did you mean …?` with the words of `valid` nearest to `word`; with `always`, all of them where none
+    is near."""
     words = sorted(set(valid))
     near = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
     if near:
@@ -123,8 +132,8 @@ def closest(word: str, valid: Iterable[str], always: bool = False) -> str:
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """A pattern over dotted names: `*` is one whole segment (or a part of one, without dots), `**` any number of segments,
-    `re:…` a regex that must match the whole name. Raises PolicyError for a broken regex."""
+    """A pattern over dotted names: `*` is one whole segment (or a part of one, without dots), `**` any number
+    of segments, `re:…` a regex that must match the whole name. Raises PolicyError for a broken regex."""
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
@@ -176,7 +185,8 @@ class _Entry:
 
 
 def _entry(value: Any, file: str, path: str = "the policy dict") -> _Entry:
-    """`value`, a YAML node or a plain value, as an `_Entry`; mappings become lists of (key, entry), keys unique."""
+    """`value`, a YAML node or a plain value, as an `_Entry`; mappings become lists of (key, entry), keys
+    unique."""
     if isinstance(value, yaml.Node):
         where = f"{file}:{value.start_mark.line + 1}"
         if isinstance(value, yaml.SequenceNode):
@@ -188,7 +198,9 @@ def _entry(value: Any, file: str, path: str = "the policy dict") -> _Entry:
             at = f"{file}:{key_node.start_mark.line + 1}"
             key = str(_scalar(key_node))
             if key in pairs:
-                raise PolicyError(f"{at}: {key!r} is already given at {pairs[key].where}. Keep one of the two.")
+                raise PolicyError(
+                    f"{at}: {key!r} is already given at {pairs[key].where}. Keep one of the two."
+                )
             inner = _entry(item, file)
             pairs[key] = _Entry(at, inner.value)
         return _Entry(where, list(pairs.items()))
@@ -201,7 +213,9 @@ def _entry(value: Any, file: str, path: str = "the policy dict") -> _Entry:
 
 def _scalar(node: yaml.Node) -> Any:
     # The safe constructor turns `false` and `1` into values; nothing else is constructed.
-    return yaml.SafeLoader("").construct_object(node) if isinstance(node, yaml.ScalarNode) else str(node.value)
+    return (
+        yaml.SafeLoader("").construct_object(node) if isinstance(node, yaml.ScalarNode) else str(node.value)
+    )
 
 
 # --- the policy's own grammar -------------------------------------------------------------------------------
@@ -213,7 +227,9 @@ def _policy(entry: _Entry, name: str) -> PolicyFile:
         return _tp_plan(top, name)
     _known(top, _TOP, "key")
     if "schema" in top and top["schema"].plain != 1:
-        raise PolicyError(f"{top['schema'].where}: schema {top['schema'].plain!r} is unknown. This version reads schema 1.")
+        raise PolicyError(
+            f"{top['schema'].where}: schema {top['schema'].plain!r} is unknown. This version reads schema 1."
+        )
     match: dict[str, tuple[str, ...]] = {}
     if "match" in top:
         selection = dict(top["match"].items("match"))
@@ -221,12 +237,16 @@ def _policy(entry: _Entry, name: str) -> PolicyFile:
         for key, item in selection.items():
             names = item.plain if isinstance(item.plain, list) else [item.plain]
             if not names or not all(isinstance(n, str) for n in names):
-                raise PolicyError(f"{item.where}: match.{key} is a name or a list of names, not {item.plain!r}.")
+                raise PolicyError(
+                    f"{item.where}: match.{key} is a name or a list of names, not {item.plain!r}."
+                )
             match[key] = tuple(names)
     options: dict[str, tuple[Any, str]] = {}
     for key, item in top["options"].items("options") if "options" in top else ():
         _known({key: item}, tuple(OPTIONS), "option")
-        if not any(item.plain is valid or item.plain == valid and isinstance(valid, str) for valid in OPTIONS[key]):
+        if not any(
+            item.plain is valid or item.plain == valid and isinstance(valid, str) for valid in OPTIONS[key]
+        ):
             valid = " or ".join(str(v).lower() for v in OPTIONS[key])
             raise PolicyError(f"{item.where}: option {key} is {valid}, not {item.plain!r}.")
         options[key] = (item.plain, item.where)
@@ -249,14 +269,18 @@ def _rule(pattern: str, item: _Entry) -> Rule:
             raise PolicyError(f"{item.where}: the role of {pattern!r} is empty.")
     elif role is None:
         raise PolicyError(f"{item.where}: {pattern!r} has no role.{closest('', ROLES, always=True)}")
-    if role is not None and role not in ROLES:
-        if role in STYLES:
-            hint = f" That is a style of transformers; the role is {STYLES[role] or 'not needed: it follows'}."
+    if role is not None and not (isinstance(role, str) and role in ROLES):
+        if isinstance(role, str) and role in STYLES:
+            hint = (
+                f" That is a style of transformers; the role is {STYLES[role] or 'not needed: it follows'}."
+            )
         else:
             hint = closest(str(role), ROLES, always=True)
         raise PolicyError(f"{item.where}: {role!r} is not a role.{hint}")
     if role == "replicate" and layout is not None:
-        raise PolicyError(f"{item.where}: {pattern!r} is replicated, so its layout decides nothing. Give one of the two.")
+        raise PolicyError(
+            f"{item.where}: {pattern!r} is replicated, so its layout decides nothing. Give one of the two."
+        )
     compile_pattern(pattern, item.where)
     return Rule(pattern, role, layout, item.where)
 
@@ -277,7 +301,9 @@ def _tp_plan(entries: Mapping[str, _Entry], name: str) -> PolicyFile:
             continue
         role = STYLES[style]
         if role is None:
-            notes.append(f"{item.where}: {pattern}: {style} asks for no split: what it does follows from the dataflow")
+            notes.append(
+                f"{item.where}: {pattern}: {style} asks for no split: what it does follows from the dataflow"
+            )
         else:
             rules.append(Rule(pattern, role, None, item.where))
     return PolicyFile(name, tuple(rules), notes=tuple(notes), lenient=True)
@@ -289,4 +315,14 @@ def _known(given: Mapping[str, _Entry], valid: tuple[str, ...], what: str) -> No
             raise PolicyError(f"{item.where}: unknown {what} {key!r}.{closest(key, valid, always=True)}")
 
 
-__all__ = ["OPTIONS", "ROLES", "STYLES", "PolicyFile", "Rule", "closest", "compile_pattern", "matches", "read"]
+__all__ = [
+    "OPTIONS",
+    "ROLES",
+    "STYLES",
+    "PolicyFile",
+    "Rule",
+    "closest",
+    "compile_pattern",
+    "matches",
+    "read",
+]

@@ -1,23 +1,24 @@
 """A fused weight's layout as a user states it, and whether the axes found by dataflow agree.
 
-    [q*h, k*kv, v*kv]    h query vectors, then kv key vectors, then kv value vectors      (phi3; gpt2 with kv = h)
-    kv*(q*r, k, v)       for each key/value head: r query vectors, a key and a value      (falcon, gpt_neox with r = 1)
-    [gate, up]           two pieces end to end
+    [q*h, k*kv, v*kv]    h query vectors, then kv key vectors, then kv value vectors      (phi3; gpt2 with kv
+    = h) kv*(q*r, k, v)       for each key/value head: r query vectors, a key and a value      (falcon,
+    gpt_neox with r = 1) [gate, up]           two pieces end to end
 
-Brackets and parentheses both join pieces end to end; `a*b` is an a of b, major to minor. `q`, `k` and `v` are the vector of
-one head and always innermost, wherever they are written in a product: `q*h` and `h*q` say the same. All other names are
-free: a name stands for one or more axes, the same ones each time it is written. An int is an axis of that size.
+Brackets and parentheses both join pieces end to end; `a*b` is an a of b, major to minor. `q`, `k` and `v` are
+the vector of one head and always innermost, wherever they are written in a product: `q*h` and `h*q` say the
+same. All other names are free: a name stands for one or more axes, the same ones each time it is written. An
+int is an axis of that size.
 
-The dataflow's axes are the truth; what is checked is whether names can be bound to them so that the shape of the
-expression fits. Queries and keys are contracted with each other, so `q` and `k` have one width axis: a layout under which
-`q` and `v` share it and `k` does not has keys and values the wrong way round.
+The dataflow's axes are the truth; what is checked is whether names can be bound to them so that the shape of
+the expression fits. Queries and keys are contracted with each other, so `q` and `k` have one width axis: a
+layout under which `q` and `v` share it and `k` does not has keys and values the wrong way round.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ def parse_layout(text: Any, where: str) -> Layout:
     if isinstance(text, list) and all(isinstance(part, str) for part in text):
         text = f"[{', '.join(text)}]"  # without quotes, YAML reads brackets as a list
     if not isinstance(text, str):
-        raise PolicyError(f"{where}: a layout is text like \"[gate, up]\" (in quotes, for YAML), not {text!r}.")
+        raise PolicyError(f'{where}: a layout is text like "[gate, up]" (in quotes, for YAML), not {text!r}.')
     tokens = re.findall(r"\w+|\S", text)
     position = 0
 
@@ -72,7 +73,7 @@ def parse_layout(text: Any, where: str) -> Layout:
         token = peek()
         if position == len(tokens) or (expected is not None and token != expected):
             raise PolicyError(
-                f"{where}: layout {text!r}: {f'{expected!r}' if expected else 'a name'} expected, {token!r} found. "
+                f"{where}: layout {text!r}: {expected or 'a name'} expected, {token!r} found. "
                 'Layouts look like "[q*h, k*kv, v*kv]", "kv*(q*r, k, v)" or "[gate, up]".'
             )
         position += 1
@@ -103,16 +104,26 @@ def parse_layout(text: Any, where: str) -> Layout:
 
     tree = term()
     if position < len(tokens):
-        raise PolicyError(f"{where}: layout {text!r}: {peek()!r} is left over after {''.join(tokens[:position])!r}.")
+        raise PolicyError(
+            f"{where}: layout {text!r}: {peek()!r} is left over after {''.join(tokens[:position])!r}."
+        )
     return Layout(text, where, tree)
 
 
-def agrees(layout: Layout, axis: Axis) -> bool:
-    """Can the names of `layout` be bound to the axes of `axis` so that both say the same?"""
-    return any(_keys_match_queries(bound) for bound in _fit(layout.tree, axis, {}))
+def agrees(layout: Layout, axis: Axis, heads: Collection[Axis] = ()) -> bool:
+    """Can the names of `layout` be bound to the axes of `axis` so that both say the same?
+
+    heads: leaves that count heads, so that no vector has them.
+    """
+    return any(_sensible(bound, heads) for bound in _fit(layout.tree, axis, {}))
 
 
-def _keys_match_queries(bound: Bound) -> bool:
+def _sensible(bound: Bound, heads: Collection[Axis]) -> bool:
+    vectors = [bound[name] for name in VECTORS if name in bound]
+    if not vectors:
+        return all(bound.values())
+    if any(axis in heads for axes in vectors for axis in _leaves_in(axes)):
+        return False
     q, k, v = (bound.get(name) for name in VECTORS)
     return not (q is not None and k is not None and q == v and q != k)
 
@@ -133,7 +144,8 @@ def _fit(tree: Expression, axis: Axis, bound: Bound) -> Iterator[Bound]:
 
 
 def _runs(parts: list[Any], pieces: list[Axis], bound: Bound, fit: Any) -> Iterator[Bound]:
-    """Share `pieces`, in order, among `parts`. A part takes at least one; in a product, of one vector, it may take none."""
+    """Share `pieces`, in order, among `parts`. A part takes at least one; in a product, of one vector, it may
+    take none."""
     if not parts:
         if not pieces:
             yield bound
@@ -159,7 +171,7 @@ def _fit_segments(part: Expression, run: list[Axis], bound: Bound) -> Iterator[B
 
 
 def _bind(name: Name, axes: tuple[Axis, ...], bound: Bound) -> Iterator[Bound]:
-    # A count of one leaves no axis behind (axes of size 1 are dropped from products); a vector always has a width.
+    # A count of heads that is one leaves no axis behind (axes of size 1 are dropped from products).
     if name.text.isdigit():
         if math.prod(axis.size for axis in axes) == int(name.text):
             yield bound
@@ -168,6 +180,14 @@ def _bind(name: Name, axes: tuple[Axis, ...], bound: Bound) -> Iterator[Bound]:
             yield bound
     elif axes or name.text not in VECTORS:
         yield {**bound, name.text: tuple(map(_structure, axes))}
+
+
+def _leaves_in(structure: Any) -> Iterator[Axis]:
+    if isinstance(structure, Axis):
+        yield structure
+    elif isinstance(structure, tuple):
+        for part in structure:
+            yield from _leaves_in(part)
 
 
 def _structure(axis: Axis) -> Any:
