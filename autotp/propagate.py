@@ -129,6 +129,7 @@ def _nets(op: Op, dims: Any, module: nn.Module | None, param: Any, unknown: bool
     made = {below for axis in _flat(dims) for below in leaves(axis)}
     reduced = {below for c in op.facts.contracts for below in leaves(c.axis)}
     reduced |= {below for f in op.facts.forbids for below in leaves(f.axis)}
+    reduced |= {below for axis in op.dropped for below in leaves(axis)}
     for below in read - made - reduced:
         op.forbid(below, "no rule for the operation" if unknown else "the operation uses it up")
     filled = {below for axis in op.facts.fill for below in leaves(axis)}

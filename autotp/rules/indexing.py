@@ -110,9 +110,11 @@ def _sliced(op: Op, axis: Axis, item: slice) -> Axis:
     length = len(range(start, stop, step))
     if step == 1:
         stop = start + length
-        return op.cut(
+        before, kept, after = op.cut(
             axis, [start, length, axis.size - stop], "a slice of it begins or ends in the middle of a unit"
-        )[1]
+        )
+        op.drop([before, after])
+        return kept
     if length * step == axis.size and start < step and axis.size > step:
         # Every step-th element: one place in the minor factor, all of the major one.
         try:

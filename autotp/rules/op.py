@@ -80,6 +80,7 @@ class Op:
         self.kwargs: dict[str, Any] = dict(node.meta["kwargs"])
         self.out: Any = node.meta["val"]
         self.ignored: set[int | str] = set()
+        self.dropped: Dims = []
         self.used_params: list[Dims] = []
         self._of, self._param = of, param
 
@@ -176,6 +177,10 @@ class Op:
     def ignore(self, *operands: Operand) -> None:
         """The result does not depend on these operands' values or sizes."""
         self.ignored.update(key for operand in operands if (key := self.key(operand)) is not None)
+
+    def drop(self, axes: Sequence[Axis]) -> None:
+        """The result leaves these parts of an operand out, and would be the same if they were others."""
+        self.dropped += axes
 
     def fresh(self, size: int) -> Axis:
         """An axis made here: positional unless said to be `fill`."""
