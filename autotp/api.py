@@ -11,6 +11,7 @@ from torch import nn
 
 from .comm import Comm, agree, attach
 from .errors import AutotpError, PlanError
+from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .planner import plan as make_plan
 from .planner import warn_replicated
 from .rewrite import rewrite
@@ -68,6 +69,10 @@ def parallelize(
     assert decided is not None
     same_weights(model, ranks)
     rewrite(model, decided, ranks)
+    if ranks.size > 1:
+        synchronise_generation(model, ranks)
+        synchronise_rng(model, ranks)
+        refuse_resize(model)
     return model
 
 

@@ -204,7 +204,7 @@ def _parameters(index, result, reduced, converted, owner, grad_uses) -> None:
         runs_partial = node in inside or (node in partial and node not in reduced)
         for own, name in index.module_params.get(node, {}).items():
             if index.is_parameter(name) and name not in result.params and _wants_grad(node):
-                late_bias = node in reduced and own == "bias"  # added after the reduction
+                late_bias = node in reduced and own in ("bias", "out_proj.bias")  # added after the reduction
                 (partial_uses if runs_partial and not late_bias else whole_uses).add(name)
         if node.op == "get_attr" and _wants_grad(node) and str(node.target) not in result.params:
             for user, path in grad_uses(node):

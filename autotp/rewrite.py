@@ -100,7 +100,8 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
     elif layer.kind == "conv":
         layers.make_depthwise_conv(module, layout("weight", 0), comm)
     elif layer.kind == "attention":
-        layers.make_attention(module, layout("in_proj_weight", 0), comm)
+        how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
+        layers.make_attention(module, layout("in_proj_weight", 0), comm, reduce=how, enter=False)
     elif layer.kind == "dropout":
         from .generation import ParallelDropout
 
