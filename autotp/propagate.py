@@ -136,13 +136,13 @@ def _nets(op: Op, dims: Any, module: nn.Module | None, param: Any, unknown: bool
     stated = {below for axis in op.facts.positional for below in leaves(axis)}
     for below in made - seen - filled - stated:
         op.positional(below)
-    for tensor in (*(d for _, d in operands), *_tensors(dims)):
+    for tensor in (*(d for _, d in operands), *params, *_tensors(dims)):
         count: Counter[Axis] = Counter()
         for axis in tensor:
             count += occurrences(axis)
         for below, times in count.items():
             if times > 1:
-                op.forbid(below, "it indexes two dims of one value")
+                op.forbid(below, "it indexes two dims of one tensor")
 
 
 def _operand_dims(op: Op) -> Iterator[tuple[int | str, Dims]]:
