@@ -76,7 +76,8 @@ def roles(index: GraphIndex) -> dict[str, str]:
 def structure(index: GraphIndex) -> Structure:
     """The uses, attentions and roles of a captured graph."""
     walk = _Walk(index)
-    found = Structure(walk.uses, list(walk.attentions()))
+    # Where no weight makes the queries, a softmax mixes what is there (layers, say): no projections to split.
+    found = Structure(walk.uses, [a for a in walk.attentions() if a.q and a.out])
     named = found.roles
     feeds: dict[str, set[str]] = defaultdict(set)
     for attention in found.attentions:
@@ -344,7 +345,7 @@ class _Walk:
 
     def _stops(self, node: fx.Node, axis: Axis, seen: set[fx.Node], start: fx.Node) -> bool:
         facts = self.index.facts(node)
-        if facts is None:
+        if facts is None or self._multiplies(node):
             return True
         if any(
             axis in leaves(a) for a in [c.axis for c in facts.contracts] + [f.axis for f in facts.forbids]

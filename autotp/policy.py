@@ -155,8 +155,7 @@ class BoundPolicy:
             found.append((None, f"{where}: this version splits no sequences. Set sequence_parallel: false."))
         for claim in self.claims:
             rule, seen = claim.rule, self.roles.get(claim.module)
-            generic = rule.role in (None, "replicate", "column", "row", "vocab", "expert")
-            if not generic and seen is not None and seen != rule.role and seen != "norm":
+            if seen is not None and not _may_be(seen, rule.role):
                 text = f"{claim.module} is {seen} by its dataflow, not {rule.role}."
                 found.append((rule, f"{text} Give it that role, or none."))
                 continue
@@ -260,10 +259,18 @@ class BoundPolicy:
             if named and others:
                 half, rest = named[0], ", ".join(others)
                 text = (
-                    f"replicating {half.module} is half of a pair: {rest} would be split along the same axis of "
-                    f"{axis.size}, and can't be without it. Replicate these too, or none."
+                    f"replicating {half.module} is half of a pair: {rest} would be split along the same axis "
+                    f"of {axis.size}, and can't be without it. Replicate these too, or none."
                 )
                 yield half.rule, text
+
+
+def _may_be(seen: str, role: str | None) -> bool:
+    """May a module that the dataflow has as `seen` be given `role`?"""
+    if role in (None, "replicate", "column", "row", "vocab", "expert", seen):
+        return True
+    # An attention without a softmax looks like an MLP: there, the sides must be right.
+    return seen in ("mlp_in", "mlp_out") and ROLES[role] == ROLES[seen]
 
 
 def to_policy(plan: Plan) -> str:

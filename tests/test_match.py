@@ -216,6 +216,29 @@ def test_a_router_is_no_attention_and_a_scaled_residual_ends_the_way():
     assert found.roles == {"up": "mlp_in", "down": "mlp_out", "last": "head", "norm": "norm"}
 
 
+class Linear(nn.Module):
+    """Attention without a softmax, and a softmax that mixes values without queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.scale = nn.Parameter(torch.randn(24))
+
+    def forward(self, x):
+        q, k, v = (p(x).view(2, -1, 3, 8).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = self.o((q @ (k.transpose(-1, -2) @ v)).transpose(1, 2).flatten(2))
+        both = torch.stack([x, y], 2)
+        return x + (
+            F.scaled_dot_product_attention(self.scale.expand(2, x.shape[1], 1, 24), both, both)
+        ).squeeze(2)
+
+
+def test_products_without_a_softmax_or_without_queries_are_no_attention():
+    found = structure(index_of(Linear(), x=torch.randn(2, 5, 24)))
+    assert found.attentions == []
+    assert found.roles == {}
+
+
 def test_a_plain_chain_pairs_its_widest_axis():
     chain = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 3))
     assert roles(index_of(chain, input=torch.randn(2, 8))) == {"0": "mlp_in", "2": "mlp_out", "4": "head"}

@@ -15,7 +15,7 @@ from autotp.errors import PolicyError
 from autotp.flow import follow
 from autotp.match import roles
 from autotp.place import place
-from autotp.planner import Analysis, _solve_ranks, analyse, to_plan
+from autotp.planner import _solve_ranks, analyse, to_plan
 from autotp.policy import load, to_policy
 from autotp.realise import realise
 
@@ -34,10 +34,13 @@ def plan_under(source, name, tp=2):
     bound = load(source).bind(found.index, tp)
     choice = choose(found.index, tp, bound.veto)
     placement = place(found.index, choice)
-    solved = Analysis(
-        found.captured, found.index, choice, placement, realise(found.index, placement),
-        _solve_ranks(found.index, choice, tp),
-    )  # fmt: skip
+    solved = dataclasses.replace(
+        found,
+        choice=choice,
+        placement=placement,
+        realised=realise(found.index, placement),
+        solutions=_solve_ranks(found.index, choice, tp),
+    )
     plan = dataclasses.replace(to_plan(model, solved, tp), roles=roles(found.index))
     bound.check(plan, found.index)
     return bound, plan
@@ -168,6 +171,14 @@ def test_a_role_that_the_dataflow_contradicts_is_refused(name, role, truth):
     assert (
         f"transformer.h.1.{name} is {truth} by its dataflow, not {role}. Give it that role, or none." in text
     )
+
+
+def test_an_attention_without_a_softmax_may_be_called_one():
+    plan_under(
+        {"modules": {"transformer.h.*.mlp.c_fc": "v", "transformer.h.*.mlp.c_proj": "attn_out"}}, "gpt2"
+    )
+    text = refused({"modules": {"transformer.h.*.mlp.c_fc": "attn_out"}})
+    assert "transformer.h.0.mlp.c_fc is mlp_in by its dataflow, not attn_out." in text
 
 
 def test_later_policies_win_and_what_won_is_told():
