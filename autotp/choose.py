@@ -23,20 +23,17 @@ from .layouts import split as split_evenly
 class Split:
     """How the ranks share one leaf axis. `ranges[rank]` are in units of the leaf, in local order.
 
-    A *group* split belongs to two adjacent leaves (key/value heads, queries per key/value head): `partner` is the other
-    one, and the ranges of the major leaf may repeat (a key/value head held by several ranks, or several times on one).
+    A *group* split belongs to two leaves (key/value heads, queries per key/value head): `partner` is the other one. The
+    major leaf's ranges may repeat (a key/value head held by several ranks, or several times on one); its `slots[rank]`
+    say which of the partner's indices go with each head that is held: (head, start, stop).
     """
 
     ranges: tuple[DimLayout, ...]
     partner: Axis | None = None
-    flat: tuple[DimLayout, ...] = ()  # of the product (major, partner), in units of the partner; major leaf only
+    slots: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
     def size(self, rank: int) -> int:
         return sum(stop - start for start, stop in self.ranges[rank])
-
-    @property
-    def even(self) -> bool:
-        return len({self.size(r) for r in range(len(self.ranges))}) == 1
 
 
 @dataclass
@@ -48,25 +45,22 @@ class Choice:
     rejected: dict[Axis, str] = field(default_factory=dict)
 
 
-def group_split(major: int, minor: int, parts: int) -> tuple[list[DimLayout], list[DimLayout], list[int]]:
+def group_slots(major: int, minor: int, parts: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Share major*minor query heads, `minor` to each key/value head, over more ranks than there are key/value heads.
 
-    Returns per rank the query heads, the key/value heads it holds (one per local group, repeats allowed) and the size of
-    its groups: the largest for which the rank's query heads fall into equal groups of one key/value head each.
+    Returns per rank its groups of query heads: (key/value head, start, stop). All groups of a rank are of one size, the
+    largest for which each has a single key/value head; so the model's own grouped attention runs on them.
     """
-    flat = split_evenly(major * minor, parts)
-    held: list[DimLayout] = []
-    group_sizes: list[int] = []
-    for ((start, stop),) in flat:
+    ranks = []
+    for ((start, stop),) in split_evenly(major * minor, parts):
         count = stop - start
         size = next(
             g
             for g in range(count, 0, -1)
             if count % g == 0 and all(i // minor == (i + g - 1) // minor for i in range(start, stop, g))
         )
-        held.append(tuple((i // minor, i // minor + 1) for i in range(start, stop, size)))
-        group_sizes.append(size)
-    return list(flat), held, group_sizes
+        ranks.append(tuple((i // minor, i % minor, i % minor + size) for i in range(start, stop, size)))
+    return tuple(ranks)
 
 
 def choose(index: GraphIndex, parts: int, allow: Callable[[Axis, Flow], str | None] = lambda axis, flow: None) -> Choice:
@@ -83,7 +77,7 @@ def choose(index: GraphIndex, parts: int, allow: Callable[[Axis, Flow], str | No
         if reason:
             choice.rejected[axis] = reason
             continue
-        gain = sum(_numel(index, p) for p in flow.params)
+        gain = sum(_numel(index, p) * max(_share(d, axis) for d in index.axes.params[p]) for p in flow.params)
         if not gain:
             continue
         first = min(index.order[n] for n in index.touching[axis])
@@ -114,6 +108,14 @@ def _numel(index: GraphIndex, name: str) -> int:
     return index.captured.skeleton.get_parameter(name).numel()
 
 
+def _share(dim: Axis, axis: Axis) -> float:
+    """The share of a dim that is split when `axis` is: one of three fused projections is a third of it."""
+    dim = dim.find()
+    if dim.kind == "concat":
+        return sum(part.size * _share(part, axis) for part in dim.parts) / dim.size
+    return max((_share(part, axis) for part in dim.parts), default=float(dim is axis))
+
+
 def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     """Why this axis can't be sharded at a reasonable price, or None."""
     if flow.problems:
@@ -123,6 +125,10 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     weights = sum(_numel(index, p) for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1)
     if not weights:
         return "only vectors carry it"
+    sent = [e for e in flow.edges if e.kind in ("gather", "reduce", "stat")]
+    matrices = sum(index.captured.skeleton.get_parameter(p).ndim > 1 for p in flow.params)
+    if matrices > 1 and len(sent) > (matrices - 1 if matrices < 4 else 0.75 * matrices):
+        return f"{len(sent)} collectives for {matrices} weights: about one for every product along it"
     for edge in flow.edges:
         column = edge.source.op == "call_module" and edge.source not in flow.partial
         if edge.kind == "gather" and not column:
@@ -149,10 +155,11 @@ def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, 
     ]
     if stray:
         return f"its size {axis.size} is below the {parts} ranks, and the groups under it can't be split: {stray[0]}"
-    flat, held, sizes = group_split(axis.size, partner.size, parts)
+    slots = group_slots(axis.size, partner.size, parts)
+    heads = tuple(tuple((head, head + 1) for head, _, _ in held) for held in slots)
     return {
-        axis: Split(tuple(held), partner, tuple(flat)),
-        partner: Split(tuple(((0, g),) for g in sizes), axis),
+        axis: Split(heads, partner, slots),
+        partner: Split(tuple(((0, held[0][2] - held[0][1]),) for held in slots), axis),
     }
 
 
@@ -163,30 +170,34 @@ def _shared(flow: Flow, other: Flow) -> bool:
 
 
 def _partner(index: GraphIndex, axis: Axis, flow: Flow) -> Axis | None:
-    """The leaf that is always the factor just below `axis` where both are, and that only some of the axis' parameters
-    have: the queries per key/value head."""
+    """The leaf that always stands just below `axis`, where some values have `axis` without it: the queries per
+    key/value head."""
     above: dict[Axis, set[Axis]] = defaultdict(set)
     for name in flow.params:
         for dim in index.axes.params[name]:
-            for product in _products(dim):
-                parts = [f.find() for f in factors(product)]
+            for parts in _products(dim):
                 for i, minor in enumerate(parts):
-                    above[minor].add(parts[i - 1] if i else minor)
+                    for segment in segments(minor):
+                        above[segment.find()].add(parts[i - 1] if i else segment)
     found = [
         minor
         for minor, majors in above.items()
-        if majors == {axis} and minor.kind == "leaf" and index.holders.get(minor, set()) < index.holders[axis]
+        if majors == {axis}
+        and minor.kind == "leaf"
+        and minor.size > 1
+        and any(minor not in index.carried[n] for n in flow.sharded if axis in index.carried[n])
     ]
     return found[0] if len(found) == 1 else None
 
 
-def _products(dim: Axis) -> Iterable[Axis]:
+def _products(dim: Axis) -> Iterable[list[Axis]]:
+    """The products that a dim is joined of, as lists of factors."""
     dim = dim.find()
     if dim.kind == "product":
-        yield dim
+        yield [f.find() for f in factors(dim)]
     elif dim.kind == "concat":
-        for part in segments(dim):
+        for part in dim.parts:
             yield from _products(part)
 
 
-__all__ = ["Choice", "Split", "choose", "group_split", "leaves"]
+__all__ = ["Choice", "Split", "choose", "group_slots", "leaves"]

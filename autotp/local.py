@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .axes import Axis, factors, leaves, segments
+from .axes import Axis, factors, leaves, product, segments
 from .choose import Split
 from .layouts import DimLayout, merge
 
@@ -27,21 +27,24 @@ def _ranges(axis: Axis, rank: int, splits: Splits) -> list[tuple[int, int]]:
             found += [(a + offset, b + offset) for a, b in _ranges(part.find(), rank, splits)]
             offset += part.size
         return found
-    found, size = [(0, 1)], 1
-    parts = [f.find() for f in factors(axis)]
-    while parts:
-        head, parts = parts[0], parts[1:]
-        split = splits.get(head)
-        if split and split.flat and parts and parts[0] is split.partner:
-            head_size, inner, parts = head.size * parts[0].size, list(split.flat[rank]), parts[1:]
-        else:
-            head_size, inner = head.size, _ranges(head, rank, splits)
-        if inner == [(0, head_size)]:
-            found = [(a * head_size, b * head_size) for a, b in found]
-        else:
-            found = [(i * head_size + a, i * head_size + b) for lo, hi in found for i in range(lo, hi) for a, b in inner]
-        size *= head_size
-    return found
+    major, *rest = (f.find() for f in factors(axis))
+    minor = product(rest)
+    split = splits.get(major)
+    if split is not None and split.slots and split.partner in leaves(minor):
+        return [
+            (head * minor.size + a, head * minor.size + b)
+            for head, start, stop in split.slots[rank]
+            for a, b in _ranges(minor, rank, {**splits, split.partner: Split((((start, stop),),) * (rank + 1))})
+        ]
+    inner = _ranges(minor, rank, splits)
+    if inner == [(0, minor.size)]:
+        return [(a * minor.size, b * minor.size) for a, b in _ranges(major, rank, splits)]
+    return [
+        (i * minor.size + a, i * minor.size + b)
+        for first, last in _ranges(major, rank, splits)
+        for i in range(first, last)
+        for a, b in inner
+    ]
 
 
 def local_size(dim: Axis, rank: int, splits: Splits) -> int:

@@ -36,6 +36,18 @@ class ParamPlan:
         return self.shape if self.layout is None else self.layout.local_shape(rank)
 
     @property
+    def sharded_share(self) -> float:
+        """The share of its elements that not every rank holds: 0 to 1."""
+        if self.layout is None:
+            return 0.0
+        shares = []
+        for d, ranks in self.layout.dims.items():
+            bounds = sorted({0, self.shape[d], *(b for ranges in ranks for r in ranges for b in r)})
+            held = sum(b - a for a, b in zip(bounds, bounds[1:]) if all(_holds(ranges, a) for ranges in ranks))
+            shares.append(1 - held / self.shape[d])
+        return max(shares)
+
+    @property
     def placement(self) -> str:
         if self.layout is None:
             return "Replicate (rank 0, zero elsewhere)" if self.once else "Replicate"
@@ -111,13 +123,14 @@ class Plan:
     kept: Mapping[str, str]  # replicated weights: why
     notes: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
+    precision: str = "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
 
     @cached_property
     def sharded_fraction(self) -> float:
         """The share of the block weights (by elements) that is sharded: 0 to 1."""
         block = [p for p in self.params.values() if p.block]
         total = sum(_numel(p.shape) for p in block)
-        return sum(_numel(p.shape) for p in block if p.layout is not None) / total if total else 0.0
+        return sum(_numel(p.shape) * p.sharded_share for p in block) / total if total else 0.0
 
     def local_bytes(self, rank: int, itemsize: int = 4) -> int:
         """Bytes of this rank's parameters at `itemsize` bytes an element."""
@@ -181,6 +194,10 @@ class Plan:
         lines += [f"  {a.where}: {a.value} -> {_ranks(a.local)}" for a in self.arguments]
         lines += [f"  replicated {name}: {why}" for name, why in self.kept.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _holds(ranges: DimLayout, index: int) -> bool:
+    return any(start <= index < stop for start, stop in ranges)
 
 
 def _ranks(values: tuple[int, ...]) -> str:

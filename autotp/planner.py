@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .axes import Axis, factors, leaves, product, show
@@ -67,7 +68,7 @@ def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, 
         realised = realise(index, placement)
         solutions = _solve_ranks(index, choice, tp)
         problems = [(why, {axis}) for why, axis in placement.problems]
-        problems += [(why, set(axes)) for why, axes in realised.problems]
+        problems += [(why, _nearest_axes(choice, node, set(axes))) for why, node, axes in realised.problems]
         problems += [(why, set(axes)) for s in solutions for why, axes in s.problems]
         problems += [(why, set(axes)) for why, axes in _unsupported(index, choice, placement)]
         given_up = {axis: why for why, axes in problems for axis in (axes or set(choice.flows)) if axis in choice.flows}
@@ -76,6 +77,16 @@ def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, 
                 raise PlanError(f"no axis explains these problems: {[why for why, _ in problems][:3]}")
             return Analysis(captured, index, choice, placement, realised, solutions)
         refused.update(given_up)
+
+
+def _nearest_axes(choice: Choice, node: fx.Node, axes: set[Axis]) -> set[Axis]:
+    """The axes to give up for an arrow without a place: its own, or those of the sharded operations it leads to."""
+    todo, seen = [node], {node}
+    while todo and not axes:
+        axes = {a for n in todo for a, flow in choice.flows.items() if n in flow.inside}
+        todo = [u for n in todo for u in n.users if u not in seen]
+        seen.update(todo)
+    return axes
 
 
 def _solve_ranks(index: GraphIndex, choice: Choice, tp: int) -> list[Solution]:
@@ -174,7 +185,14 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         arguments=tuple(_local_arguments(found)),
         kept=kept,
         notes=tuple(f"{describe(node)}: {why}" for node, why in index.axes.unknown),
+        precision=_precision(found.captured),
     )
+
+
+def _precision(captured: CapturedGraph) -> str:
+    """The coarsest floating dtype among the values: a float64 model may take its softmax in float32."""
+    dtypes = {t.dtype for n in captured.graph.nodes for t in tensors_of(n.meta.get("val")) if t.is_floating_point()}
+    return str(max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)).removeprefix("torch.")
 
 
 def _params(found: Analysis, tp: int) -> dict[str, ParamPlan]:

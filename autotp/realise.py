@@ -42,7 +42,7 @@ class Where:
 @dataclass
 class Realised:
     places: list[tuple[Arrow, list[Where]]] = field(default_factory=list)
-    problems: list[tuple[str, frozenset[Axis]]] = field(default_factory=list)
+    problems: list[tuple[str, fx.Node, frozenset[Axis]]] = field(default_factory=list)
 
 
 def realise(index: GraphIndex, placement: Placement) -> Realised:
@@ -72,7 +72,7 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
         if pick < len(places):
             result.places.append((arrow, places[pick]))
         else:
-            result.problems.append((f"no place for the {arrow.kind} of {describe(arrow.source)}", arrow.axes))
+            result.problems.append((f"no place for the {arrow.kind} of {describe(arrow.source)}", arrow.source, arrow.axes))
     return result
 
 
@@ -113,25 +113,31 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
         return
     if every and source.op not in ("placeholder", "get_attr"):
         for call, path in sorted(boundaries.returned[source], key=lambda c: c[0].last - c[0].first):
-            yield [Where("out", call.path, path)]
+            if not any(_within(index, call, user) for user, _ in (arrow.users or uses)):  # else it comes too late
+                yield [Where("out", call.path, path)]
     users = arrow.users or tuple(uses)
     at_outputs = any(u.op == "output" for u, _ in users)
+    found: list[Where] = []
+    left = list(users)
     if not made_here and not at_outputs:
-        at_inputs = _at_inputs(boundaries, source, users, uses)
-        if at_inputs:
-            yield at_inputs
+        found, left = _at_inputs(boundaries, source, users, uses)
+        if not left:
+            yield found
     site = source.meta.get("site")
     if every and site is not None and site.frames and source.op == "call_function":
         yield [Where("after", str(source.meta["scope"]), (), site)]
     if made_here or at_outputs:
         return
-    sites = [Where("before", str(u.meta["scope"]), p, u.meta.get("site")) for u, p in users if u.op != "call_module"]
-    if len(sites) == len(users) and all(w.site is not None for w in sites):
-        yield sites
+    for some, rest in ((found, left), ([], list(users))):
+        sites = [Where("before", str(u.meta["scope"]), p, u.meta.get("site")) for u, p in rest if u.op != "call_module"]
+        if len(sites) == len(rest) and all(w.site is not None for w in sites):
+            yield some + sites
 
 
-def _at_inputs(boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], uses: list[Use]) -> list[Where]:
-    """Module calls that are given `source` and use it in no other way than `users`; they must cover all of these."""
+def _at_inputs(
+    boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], uses: list[Use]
+) -> tuple[list[Where], list[Use]]:
+    """Module calls that are given `source` and use it in no other way than `users`; and the users they leave over."""
     index, left = boundaries.index, set(users)
     found: list[Where] = []
     paths: dict[int, list[ArgPath]] = defaultdict(list)
@@ -144,7 +150,7 @@ def _at_inputs(boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], 
             continue
         found += [Where("in", call.path, p) for p in paths[id(call)]]
         left -= inner
-    return found if not left else []
+    return found, sorted(left, key=lambda use: (index.order[use[0]], str(use[1])))
 
 
 def _within(index: GraphIndex, call: ModuleCall, node: fx.Node) -> bool:
