@@ -121,9 +121,13 @@ def _measure(item: Item) -> Box:
         label = f"{item.title} · {item.lines[0]}"
         return Box(item, 24 + 2 * (6 + SANS * len(label) * 0.92), 24)
     if item.kind == "op":
-        return Box(item, max(28.0, 22 + SANS * len(item.title)), 26)
+        return Box(item, max(28.0, 22 + SANS * len(_title(item))), 26)
     width = max([SANS * 1.1 * len(item.title), *(MONO * len(line) for line in item.lines)])
     return Box(item, width + 26, 28 + 16 * len(item.lines))
+
+
+def _title(item: Item) -> str:
+    return f"{item.title} × {item.count}" if item.count > 1 else item.title
 
 
 def _measure_group(item: Item) -> Box:
@@ -134,7 +138,8 @@ def _measure_group(item: Item) -> Box:
         by_row[rows[b.item.key]].append(b)
     content = max(_width(row) for row in by_row.values())
     centre = {PORT: 0.0}  # x of each item, the group's middle being 0
-    y = HEAD + GAP_Y * 0.6
+    head = HEAD + 16 * len(item.lines[1:])
+    y = head + GAP_Y * 0.6
     for r in sorted(by_row):
         row = by_row[r]
         width = _width(row)
@@ -149,8 +154,19 @@ def _measure_group(item: Item) -> Box:
         y += tallest + GAP_Y
     lanes = _lanes(item.items, rows, centre)
     side = PAD + LANE * max((abs(n) for n in lanes.values()), default=0)
-    head = SANS * 1.05 * (len(item.title) + len(item.lines[0]) + (8 if item.count > 1 else 0)) + 40
-    box = Box(item, max(content + 2 * side, head), y - GAP_Y * 0.3, content, boxes, lanes=lanes, rows=rows)
+    title = SANS * 1.05 * (len(item.title) + len(item.lines[0]) + (8 if item.count > 1 else 0)) + 40
+    own = (
+        max((MONO * len(line) for line in item.lines[1:]), default=0.0) * 2 + 60
+    )  # at the left of the middle
+    box = Box(
+        item,
+        max(content + 2 * side, title, own if item.lines[1:] else 0.0),
+        y - GAP_Y * 0.3,
+        content,
+        boxes,
+        lanes=lanes,
+        rows=rows,
+    )
     for b in boxes:
         b.x += box.w / 2
     return box
@@ -236,7 +252,7 @@ def _draw(box: Box, x: float, y: float) -> Iterator[str]:
         yield _text(cx + 17, y + box.h / 2 + 4, f"{item.title} · {item.lines[0]}", "collective")
     elif item.kind == "op":
         yield _rect(item.look, x, y, box.w, box.h, 13)
-        yield _text(cx, y + 17.5, item.title, item.look, "middle")
+        yield _text(cx, y + 17.5, _title(item), item.look, "middle")
     elif item.kind == "module":
         yield _rect(item.look, x, y, box.w, box.h, 8)
         yield _text(cx, y + 20, item.title, f"name {item.look}", "middle")
@@ -249,6 +265,8 @@ def _draw(box: Box, x: float, y: float) -> Iterator[str]:
         yield _text(x + 14, y + 20, item.title, "name group")
         offset = 14 + SANS * 1.02 * len(item.title) + 10
         yield _text(x + offset, y + 20, item.lines[0] if item.lines[0] != item.title else "", "group")
+        for n, line in enumerate(item.lines[1:]):
+            yield _text(x + 14, y + 38 + 16 * n, line, f"line {'other' if '→' in line else 'group'}")
         if item.count > 1:
             yield _text(x + box.w - 14, y + 20, f"× {item.count}", "name group", "end")
     yield "</g>"
@@ -269,8 +287,9 @@ def _edges(box: Box, x: float, y: float) -> Iterator[str]:
         in_row[row] += 1
         bottom[row] = max(bottom[row], y + b.y + b.h)
         top[row] = min(top[row], y + b.y)
-    titled = SANS * (len(box.item.title) + len(box.item.lines[0])) + 40 > box.w / 2
-    bottom[0] = y + (HEAD if titled else 0)
+    under = HEAD + 16 * len(box.item.lines[1:])
+    titled = under > HEAD or SANS * (len(box.item.title) + len(box.item.lines[0])) + 40 > box.w / 2
+    bottom[0] = y + (under if titled else 0)
     for b in box.inner:
         target = x + b.x + b.w / 2, y + b.y
         for source in b.item.sources:
@@ -282,7 +301,7 @@ def _edges(box: Box, x: float, y: float) -> Iterator[str]:
                 continue
             side = 1 if lane > 0 else -1
             beside = cx + side * box.content / 2 + LANE * (lane - 0.3 * side)
-            leave = bottom[box.rows[source]] + GAP_Y * 0.3 if s else y + HEAD + GAP_Y * 0.1
+            leave = bottom[box.rows[source]] + GAP_Y * 0.3 if s else y + under + GAP_Y * 0.1
             if (
                 b.item.kind == "op" and in_row[box.rows[b.item.key]] == 1
             ):  # alone in its row: come in from the side

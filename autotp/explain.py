@@ -25,7 +25,7 @@ def why(found: Analysis, plan: Plan, name: str) -> Text:
         others = [n for n in (param.name, *param.also) if n != name]
         out.append(f"  the same tensor as {', '.join(others)}\n", "dim")
     dims = found.index.axes.params.get(param.name)
-    if dims is None:
+    if dims is None or not any(found.index.touching.get(leaf) for dim in dims for leaf in leaves(dim)):
         out.append("  The captured run never uses it: its axes are unknown, so it stays whole.\n", "yellow")
         return out
     letters: dict[Axis, str] = {}

@@ -53,6 +53,7 @@ class Step:
     text: str
     values: tuple[Value, ...]
     uses: tuple[str, ...]
+    place: Any = None  # where in the source; the turns of a loop share it
     joins: bool = False
     grad: bool = True
     module: str | None = None
@@ -124,9 +125,12 @@ def fold(block: Block, alias: dict[str, str]) -> tuple[Any, ...]:
             kept.append(item)
         else:
             like.names += item.names
+            # What leaves a folded block seems to leave the last that is shown: alternating layers stay a chain.
+            last = next(b for b in reversed(kept) if isinstance(b, Block))
+            end = [s.node for s in last.steps()][-1]
             shown = [s.node for s in like.steps()]
             folded = [s.node for s in item.steps()]
-            alias.update(zip(folded, shown, strict=True))
+            alias.update(zip(folded, shown if last is like else [end] * len(folded), strict=True))
             alias.update((n, alias[alias[n]]) for n in before if alias.get(n) in alias)
     block.items = kept
     own_params = tuple((p.name.rsplit(".", 1)[-1], p.shape, p.placement) for p in block.params)

@@ -45,7 +45,8 @@ def outline(found: Analysis, plan: Plan, rank: int = 0) -> Outline:
     arguments = {(a.where.site, a.where.path): a.local[rank] for a in plan.arguments}
 
     def multiplies(node: fx.Node) -> bool:
-        return bool(getattr(found.index.axes.facts.get(node), "contracts", ()))
+        carried = found.index.carried  # an operand's axis that the result lacks was summed over
+        return any(carried[n] - carried[node] for n in _operands(node) if n.op != "get_attr")
 
     return build(found.captured, plan, rank, shape_of, state_of, int_of, multiplies, arguments)
 
@@ -98,6 +99,7 @@ class _Builder:
         self.shape_of, self.state_of, self.int_of, self.arguments = shape_of, state_of, int_of, arguments
         self.inputs: list[Value] = []
         self.reached: set[str] = set()
+        self.flowing: set[fx.Node] = set()  # values that a gradient goes through
         self.names: dict[fx.Node, str] = {}  # what a value is called where it is made
         self.home: dict[fx.Node, tuple[Block, ...]] = {}
         self.counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -145,7 +147,12 @@ class _Builder:
         )
 
     def marks_at(self, module: str, site: Any) -> list[Mark]:
-        return list(self.marks.get((module, site), ()))
+        """The collectives at a place. Several alike (a loop's turns) are one: each turn crosses one."""
+        alike = {
+            (m.collective.kind, m.collective.enter, m.collective.shape, m.where): m
+            for m in self.marks[module, site]
+        }
+        return list(alike.values())
 
     def own(self, path: str, below: bool) -> tuple[ParamPlan, ...]:
         """The parameters of a module, and of those below it if asked."""
@@ -177,7 +184,11 @@ class _Builder:
         count = self.counts[id(here)][base]
         self.counts[id(here)][base] += 1
         self.names[node] = f"{base}_{count}" if count else base
-        uses = tuple(n.name for n in _operands(node) if n.op != "get_attr" and n.meta.get("grad"))
+        # Inside a torch.autograd.Function nothing requires a gradient, yet one goes through: see its operands.
+        made_of = any(n in self.flowing for n in _operands(node)) and tensors[0].is_floating_point()
+        if node.meta.get("grad") or made_of:
+            self.flowing.add(node)
+        uses = tuple(n.name for n in _operands(node) if n in self.flowing)
         site = node.meta.get("site")
         marks = self.marks_at(leaf, None) if leaf else self.marks_at(str(node.meta.get("scope", "")), site)
         step = Step(
@@ -186,8 +197,9 @@ class _Builder:
             text=f"{self.names[node]} = {self.call(node, stack, op, leaf)}",
             values=tuple(self.value(node, t) for t in tensors),
             uses=uses,
+            place=site,
             joins=len(set(uses)) > 1 and self.multiplies(node),
-            grad=bool(node.meta.get("grad")),
+            grad=node in self.flowing,
             module=leaf,
             layer=self.layers.get(leaf or "", ""),
             params=self.own(leaf, True) if leaf else (),
@@ -234,8 +246,10 @@ class _Builder:
         made here."""
         name = self.names.get(node, node.name)
         home = self.home.get(node)
-        if home is None or home[-1] in stack:
+        if home is None or home[-1] is stack[-1] or not home[-1].path:
             return name
+        if any(home[-1] is block for block in stack):
+            return f"{home[-1].label}.{name}"
         shared = sum(a is b for a, b in zip(home, stack, strict=False))
         return (
             home[shared].label.rsplit(".", 1)[-1]

@@ -10,6 +10,7 @@ would hide the structure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .outline import Block, Mark, Outline, Step, range_of
 from .plan import ParamPlan
@@ -64,6 +65,7 @@ class _Group:
         self.shown, self.block = shown, block
         self.items: list[Item] = []
         self.at: dict[str, frozenset[str]] = {}
+        self.turns: dict[Any, Item] = {}  # by place in the source: what the first turn of a loop drew
 
     def run(self, outside: dict[str, frozenset[str]], inputs: frozenset[str]) -> Item:
         for item in self.block.items:
@@ -98,6 +100,12 @@ class _Group:
     def step(self, step: Step) -> None:
         origins = self.sources(step.uses)
         merged = frozenset().union(*origins)
+        turn = (step.place, step.op, step.module)
+        if turn in self.turns and step.place is not None:
+            first = self.turns[turn]
+            first.count += 1
+            self.at[step.node] = self.at[first.key[2:]]
+            return
         item = self.visible(step, origins)
         if item is None and not step.marks:
             self.at[step.node] = merged
@@ -105,6 +113,7 @@ class _Group:
         merged = self.collectives(step.marks, True, merged or frozenset((PORT,)), step.node)
         if item is not None:
             item.sources = sorted(merged)
+            self.turns[turn] = item
             self.items.append(item)
             merged = frozenset((item.key,))
         self.at[step.node] = self.collectives(step.marks, False, merged, step.node)
@@ -158,12 +167,11 @@ class _Group:
             return  # tables made from positions: nothing with a gradient goes through
         origins = self.collectives(block.marks, True, origins or frozenset((PORT,)), block.path)
         group.sources = sorted(origins)
-        if (
-            not group.items
-            or all(i.kind == "op" for i in group.items)
-            and not any(b.marks for b in block.blocks())
-        ):
+        weighty = any(len(p.shape) > 1 for p in block.params)  # it multiplies by weights of its own
+        if not group.items or (all(i.kind == "op" for i in group.items) and not weighty):
             self.flatten(group, params, block)
+        else:
+            group.lines += [_short(p, self.shown.rank) for p in block.params]
         self.items.append(group)
         out = self.collectives(block.marks, False, frozenset((group.key,)), block.path)
         self.at.update(dict.fromkeys(inner, out))

@@ -79,13 +79,13 @@ def headline(plan: Plan, itemsize: int) -> list[tuple[str, str]]:
         else f"{human_bytes(min(ranks))} to {human_bytes(max(ranks))}"
     )
     sharded = sum(p.layout is not None for p in plan.params.values())
-    places = sum(len(c.where) for c in plan.collectives)
+    count, places = str(len(plan.collectives)), sum(len(c.where) for c in plan.collectives)
     return [
         ("ranks", str(plan.tp)),
         ("block weights sharded", f"{plan.sharded_fraction:.1%}"),
         ("parameters sharded", f"{sharded} of {len(plan.params)}"),
         ("memory per rank", f"{per_rank} of {human_bytes(whole)}"),
-        ("collectives", f"{len(plan.collectives)} at {places} places"),
+        ("collectives", count if places == len(plan.collectives) else f"{count} at {places} places"),
         ("digest", plan.digest),
     ]
 
