@@ -280,28 +280,34 @@ def to_policy(plan: Plan) -> str:
     `*`.
     """
     kinds = {layer.module: layer.kind for layer in plan.layers}
+    weights = {w: p for name, p in plan.params.items() if len(p.shape) > 1 for w in (name, *p.also)}
+    modules = {written: written.rpartition(".")[0] for written in weights}
     words: dict[str, str] = {}
-    for name, p in plan.params.items():
-        if len(p.shape) < 2:
+    for written, module in modules.items():
+        whole = weights[written].layout is None
+        siblings = [
+            w for w in weights if modules[w] == module or w.startswith(f"{module}." if module else "")
+        ]
+        if whole and any(weights[w].layout is not None for w in siblings):
+            # `replicate` is for all that is in a module: beside others that are split, the weight is named.
+            words[written] = "replicate"
             continue
-        for written in (name, *p.also):
-            module = written.rpartition(".")[0]
-            role = plan.roles.get(module)
-            if p.layout is None:
-                words.setdefault(module, "replicate")
-            elif role in ROLES:
-                words[module] = str(role)
-            else:
-                words[module] = kinds.get(module, "")
-    lines = [
+        mixed = any(modules[w] == module and (weights[w].layout is None) != whole for w in siblings)
+        found = str(plan.roles.get(module))
+        role = found if found in ROLES else kinds.get(module, "")
+        words[written if mixed else module] = "replicate" if whole else role
+    rules = [
+        # A weight that is split without a role or a layer of its own follows from the others.
+        f'  "{pattern}": {role}' if role in ROLES else f'  # "{pattern}" is split and follows'
+        for pattern, role in _folded(words).items()
+    ]
+    head = [
         f"# {plan.model} over {plan.tp} tensor-parallel ranks, as planned (digest {plan.digest}).",
         "schema: 1",
+        f"match: {{class: {plan.model}}}",
+        "modules:" if any(role in ROLES for role in words.values()) else "modules: {}",
     ]
-    lines += [f"match: {{class: {plan.model}}}", "modules:" if words else "modules: {}"]
-    for pattern, role in _folded(words).items():
-        # A weight that is split without a role or a layer of its own follows from the others.
-        lines.append(f'  "{pattern}": {role}' if role in ROLES else f'  # "{pattern}" is split and follows')
-    return "\n".join(lines) + "\n"
+    return "\n".join([*head, *rules]) + "\n"
 
 
 def _folded(words: Mapping[str, str]) -> dict[str, str]:

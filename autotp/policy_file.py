@@ -102,6 +102,8 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> PolicyFile:
     path = Path(fspath(source))
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{path}: the policy is not UTF-8 text ({error.reason}).") from None
     except OSError as error:
         near = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise PolicyError(

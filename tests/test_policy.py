@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from models import MODELS, TEXT
 
 from autotp.axes import factors
@@ -348,6 +349,13 @@ def test_a_file_that_is_not_there_is_told_with_its_neighbours(tmp_path):
         load(tmp_path / "mien.yaml")
 
 
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PolicyError, match="mine.yaml: the policy is not UTF-8 text"):
+        load(path)
+
+
 def test_a_policy_of_a_wrong_type_is_refused():
     with pytest.raises(PolicyError, match="a policy is a path, a dict or a list of these, not a int"):
         load(3)
@@ -466,6 +474,30 @@ def test_the_policy_of_a_plan_reproduces_it(tmp_path, name, source):
     assert parameters(again) == parameters(plan)
     _, automatic = plan_under(None, name)
     assert (parameters(plan) == parameters(automatic)) == (source is None)
+
+
+class Outer(torch.nn.Module):
+    """A weight of its own beside a pair of linears; sizes that two ranks split only where they should."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        self.mix = torch.nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        return (self.inner(x) @ self.mix).softmax(-1)
+
+
+def test_a_whole_weight_with_split_modules_beside_it_is_named_itself():
+    model, inputs = Outer(), {"x": torch.randn(2, 3)}
+    found = analyse(model, 2, inputs)
+    plan = to_plan(model, found, 2)
+    assert plan.params["mix"].layout is None and plan.params["inner.0.weight"].layout is not None
+    text = to_policy(dataclasses.replace(plan, roles=roles(found.index)))
+    assert '"mix": replicate' in text and '"inner.0": mlp_in' in text
+    bound = load(yaml.safe_load(text)).bind(found.index, 2)
+    again = choose(found.index, 2, bound.veto)
+    assert again.splits == found.choice.splits
 
 
 def test_the_policy_of_a_plan_is_short():
