@@ -129,6 +129,16 @@ def occurrences(axis: Axis) -> Counter[Axis]:
     return total
 
 
+def covering(axis: Axis) -> set[Axis]:
+    """The leaves that every element of `axis` has an index along: of a concatenation, those of all its
+    segments."""
+    axis = axis.find()
+    if axis._kind == "leaf":
+        return {axis} if axis.size > 1 else set()
+    below = [covering(part) for part in axis._parts]
+    return set.union(*below) if axis._kind == "product" else set.intersection(*below)
+
+
 def same(a: Axis, b: Axis) -> bool:
     """Whether two axes are known to be one."""
     return a.find() is b.find()

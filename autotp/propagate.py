@@ -1,10 +1,11 @@
 """Runs the rules over a captured graph: the axes of every dim of every value, and what each operation does to
 them.
 
-Two nets are under every rule. An axis of an operand that is neither in the result nor reduced is needed
-whole, whatever the rule forgot to say. An axis made by an operation and not constant along it is positional.
-A leaf that would index one element twice (rows and columns of a score matrix over one sequence) cannot be
-sharded there: each rank would hold a diagonal block.
+Nets are under every rule. An axis of an operand that is neither in the result nor reduced is needed whole,
+whatever the rule forgot to say. An axis made by an operation and not constant along it is positional. A leaf
+that would index one element twice (rows and columns of a score matrix over one sequence) cannot be sharded
+there: each rank would hold a diagonal block. Nor can a leaf that is only part of a concatenation that is
+summed: the rest would be summed on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .axes import Axis, AxisConflict, leaf, leaves, occurrences
+from .axes import Axis, AxisConflict, covering, leaf, leaves, occurrences
 from .captured import CapturedGraph
 from .rules import RULES, Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules
 from .rules.modules import transposed_linear
@@ -46,6 +47,7 @@ def propagate(captured: CapturedGraph, rules: Rules | None = None) -> Axes:
     rules: more rules (see `autotp.rule`), which come before the built-in ones."""
     table: Rules = {**RULES, **(rules or {})}
     axes = Axes()
+    ops: list[Op] = []
     first_names = _params(captured.skeleton, axes)
     for node in captured.graph.nodes:
         if node.op == "output":
@@ -59,8 +61,14 @@ def propagate(captured: CapturedGraph, rules: Rules | None = None) -> Axes:
         elif not _has_tensor(node.meta.get("val")):
             axes.of[node] = []  # numbers computed from shapes
             axes.facts[node] = Facts()
+        elif node.target is operator.getitem:
+            source, index = node.meta["args"]
+            axes.of[node] = axes.of[source][index]
+            axes.facts[node] = Facts(linear=("each", (0,)))
         else:
-            _apply(node, captured.skeleton, table, axes, first_names)
+            ops.append(_apply(node, captured.skeleton, table, axes, first_names))
+    for op in ops:
+        _forbid_misuse(op, axes.of[op.node])
     return axes
 
 
@@ -80,12 +88,7 @@ def find_rule(node: fx.Node, module: nn.Module | None, rules: Rules) -> Rule | N
 
 def _apply(
     node: fx.Node, skeleton: nn.Module, rules: Rules, axes: Axes, first_names: Mapping[str, str]
-) -> None:
-    if node.target is operator.getitem:
-        source, index = node.meta["args"]
-        axes.of[node] = axes.of[source][index]
-        axes.facts[node] = Facts(linear=("each", (0,)))
-        return
+) -> Op:
     module = skeleton.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def param(name: str) -> tuple[str, Dims] | None:
@@ -109,34 +112,43 @@ def _apply(
             else f"{type(error).__name__} in its rule: {error}"
         )
         axes.unknown.append((node, why))
-        op.facts = Facts()
+        op.facts, op.ignored, op.dropped = Facts(), set(), []
+        for _, operand in _operands(op):
+            op.forbid(operand, why)
         dims = _fresh(op.out)
-    _nets(op, dims, module, param, unknown=rule is None)
+    _mark_positional(op, dims)
     axes.of[node], axes.facts[node] = dims, op.facts
+    return op
 
 
-def _nets(op: Op, dims: Any, module: nn.Module | None, param: Any, unknown: bool) -> None:
-    """The facts that follow from the axes alone."""
-    operands = [(key, d) for key, d in _operand_dims(op)]
-    params = list(op.used_params)
-    if module is not None:
-        names = [n for n, _ in (*module.named_parameters(), *module.named_buffers())]
-        params = [found[1] for name in names if (found := param(name)) is not None]
-    seen = {below for _, d in operands for axis in d for below in leaves(axis)}
-    seen |= {below for d in params for axis in d for below in leaves(axis)}
-    read = {below for key, d in operands if key not in op.ignored for axis in d for below in leaves(axis)}
-    read |= {below for d in params for axis in d for below in leaves(axis)}
-    made = {below for axis in _flat(dims) for below in leaves(axis)}
-    reduced = {below for c in op.facts.contracts for below in leaves(c.axis)}
-    reduced |= {below for f in op.facts.forbids for below in leaves(f.axis)}
-    reduced |= {below for axis in op.dropped for below in leaves(axis)}
-    for below in read - made - reduced:
-        op.forbid(below, "no rule for the operation" if unknown else "the operation uses it up")
-    filled = {below for axis in op.facts.fill for below in leaves(axis)}
-    stated = {below for axis in op.facts.positional for below in leaves(axis)}
-    for below in made - seen - filled - stated:
+def _mark_positional(op: Op, dims: Any) -> None:
+    """Axes the operation made. To be asked at once: later they may turn out to be ones that were there
+    before."""
+    seen = {below for _, d in _operands(op) for axis in d for below in leaves(axis)}
+    stated = {below for axis in (*op.facts.fill, *op.facts.positional) for below in leaves(axis)}
+    for below in {below for axis in _flat(dims) for below in leaves(axis)} - seen - stated:
         op.positional(below)
-    for tensor in (*(d for _, d in operands), *params, *_tensors(dims)):
+
+
+def _forbid_misuse(op: Op, dims: Any) -> None:
+    """The facts that follow from the axes alone. To be asked last: what turns out to be one axis is one
+    everywhere."""
+    operands = list(_operands(op))
+    made = {below for axis in _flat(dims) for below in leaves(axis)}
+    read = {below for key, d in operands if key not in op.ignored for axis in d for below in leaves(axis)}
+    told = [*op.dropped, *(c.axis for c in op.facts.contracts), *(f.axis for f in op.facts.forbids)]
+    for below in read - made - {below for axis in told for below in leaves(axis)}:
+        op.forbid(below, "the operation uses it up")
+    for contract in op.facts.contracts:
+        if contract.how in ("max", "min"):
+            continue  # what every rank has may be compared twice
+        for below in set(leaves(contract.axis)) - covering(contract.axis):
+            op.forbid(below, "it is only a part of what is reduced: the rest would count on every rank")
+        if contract.how != "norm":
+            result = next(_tensors(dims))  # of several results, the first is the reduced one
+            for below in set(leaves(contract.axis)) & {below for axis in result for below in leaves(axis)}:
+                op.forbid(below, "it is reduced and kept at once")
+    for tensor in (*(d for _, d in operands), *_tensors(dims)):
         count: Counter[Axis] = Counter()
         for axis in tensor:
             count += occurrences(axis)
@@ -145,12 +157,18 @@ def _nets(op: Op, dims: Any, module: nn.Module | None, param: Any, unknown: bool
                 op.forbid(below, "it indexes two dims of one tensor")
 
 
-def _operand_dims(op: Op) -> Iterator[tuple[int | str, Dims]]:
+def _operands(op: Op) -> Iterator[tuple[int | str, Dims]]:
+    """The tensors an operation reads, those of a leaf module's own by their names."""
     given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs.items()]
     for key, value in given:
         for node in _nodes(value):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield key, op.of(node)
+    if op.module is not None:
+        for name, _ in (*op.module.named_parameters(), *op.module.named_buffers()):
+            dims = op.param(name)
+            if dims is not None:
+                yield f"module.{name}", dims
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -193,6 +193,13 @@ CASES = [
     c("cross_entropy", "b v, ids(v):b", lambda t, n: F.cross_entropy(*t), 0),
     c("cross_entropy sum", "b v, ids(v):b", lambda t, n: F.cross_entropy(*t, reduction="sum"), 1),
     c("cross_entropy none", "b v, ids(v):b", lambda t, n: F.cross_entropy(*t, reduction="none"), 1),
+    # two operations: what becomes one axis later is one in what came before
+    c("sum of joined", "b h, b k", lambda t, n: torch.cat(t, dim=-1).sum(-1), 1),
+    c("mean of joined", "b h, b k", lambda t, n: torch.cat(t, dim=-1).mean(-1), 1),
+    c("max of joined", "b h, b k", lambda t, n: torch.cat(t, dim=-1).amax(-1), 3),
+    c("product of joined", "b h, b k, o h+k", lambda t, n: F.linear(torch.cat(t[:2], -1), t[2]), 2),
+    c("sum of halves", "b h, b h", lambda t, n: torch.cat([t[0] * t[1], t[0]], dim=-1).sum(-1), 2),
+    c("square weight", "b i, i i", lambda t, n: t[0] + F.linear(t[0], t[1]), 1),
     # made from nothing
     c("zeros", "b", lambda t, n: torch.zeros(n, dtype=t[0].dtype), 3, "s h"),
     c("new_full", "b", lambda t, n: t[0].new_full(n, 3.0), 3, "s h"),

@@ -81,7 +81,6 @@ class Op:
         self.out: Any = node.meta["val"]
         self.ignored: set[int | str] = set()
         self.dropped: Dims = []
-        self.used_params: list[Dims] = []
         self._of, self._param = of, param
 
     @property
@@ -138,10 +137,7 @@ class Op:
     def param(self, name: str) -> Dims | None:
         """The axes of a leaf module's own parameter or buffer; None where it has none."""
         found = self._param(name)
-        if found is None:
-            return None
-        self.used_params.append(found[1])
-        return list(found[1])
+        return None if found is None else list(found[1])
 
     def forbid(self, axes: Axis | Sequence[Axis], why: str) -> None:
         """The operation needs these axes whole."""
