@@ -123,6 +123,7 @@ class Plan:
     kept: Mapping[str, str]  # replicated weights: why
     notes: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
+    observed: tuple[Collective, ...] = ()  # gathers of what only a hook or a caller's request sees (attention weights)
     precision: str = "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from .inputs import example_inputs as make_inputs
 from .ints import plain
 from .layouts import ParamLayout
 from .local import dim_layout
+from .outputs import seen_from_outside
 from .place import Arrow, Placement, place
 from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, SliceDim
 from .propagate import propagate
@@ -186,7 +187,17 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         kept=kept,
         notes=tuple(f"{describe(node)}: {why}" for node, why in index.axes.unknown),
         precision=_precision(found.captured),
+        observed=tuple(_observed(found, tp)),
     )
+
+
+def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
+    """What a hook or a caller may ask to see of the sharded values, and how it is made whole then."""
+    for node, where in seen_from_outside(found.index, found.placement):
+        value, why = next(tensors_of(node.meta["val"])), "only when somebody looks at it"
+        arrow = Arrow("gather", node, (), frozenset(found.choice.flows), why)
+        size = value.numel() * value.element_size()
+        yield Collective("gather", (where,), tuple(value.shape), size, why, dims=_slice_dims(found, arrow, tp))
 
 
 def _precision(captured: CapturedGraph) -> str:

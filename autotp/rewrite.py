@@ -22,6 +22,7 @@ from .comm import Comm
 from .errors import AutotpError, PlanError
 from .layers import shard_parameter
 from .layouts import Layout, ParamLayout, local_size
+from .outputs import LookedAt, Request, ShowWhole
 from .patch import SitePatch, patch_forward
 from .plan import Collective, LayerPlan, Plan
 from .realise import ArgPath
@@ -44,6 +45,7 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
             param.data = torch.zeros_like(param)
     for local in plan.ints:
         set_attribute(model.get_submodule(local.module), local.name, local.local[comm.rank])
+    at_results: list[tuple[str, ResultHook]] = []
     patches: dict[str, dict[Site, _Patch]] = defaultdict(lambda: defaultdict(_Patch))
     for argument in plan.arguments:
         assert argument.where.site is not None
@@ -54,13 +56,22 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
             if where.kind == "in":
                 ArgumentHook.on(model.get_submodule(where.module), where.path, convert)
             elif where.kind == "out":
-                model.get_submodule(where.module).register_forward_hook(ResultHook(where.path, convert))
+                at_results.append((where.module, ResultHook(where.path, convert)))
             elif where.kind == "before":
                 assert where.site is not None
                 patches[where.module][where.site].before[where.path] = convert
             elif where.kind == "after":
                 assert where.site is not None
                 patches[where.module][where.site].after = convert
+    request = Request()
+    for seen in plan.observed:
+        for where in seen.where:
+            show = ShowWhole(Conversion(seen, comm), len(seen.shape))
+            at_results.append((where.module, ResultHook(where.path, show, LookedAt(where.kind == "new", request))))
+    for module, hook in reversed(at_results):  # before the hooks that are there: those see whole values, as ever
+        model.get_submodule(module).register_forward_hook(hook, prepend=True)
+    if plan.observed:
+        request.watch(model)
     for module, sites in patches.items():
         patch_forward(model.get_submodule(module), {s: SitePatch(p.ints, p.before, p.after) for s, p in sites.items()})
     state.finish(model)
@@ -194,16 +205,21 @@ class ArgumentHook:
             i = self.position
             return (*args[:i], edited(args[i], self.path, self.convert), *args[i + 1 :]), kwargs
         if self.name in kwargs:
+    def fits(self, x: Tensor) -> bool:
+        """Whether `x` has this rank's sizes of what is gathered."""
+        return all(x.shape[d.dim] % local_size(d.layout[self.comm.rank]) == 0 for d in self.dims)
+
             return args, {**kwargs, self.name: edited(kwargs[self.name], self.path, self.convert)}
         return None
 
 
 @dataclass
 class ResultHook:
-    """Converts one part of a module's result."""
+    """Converts one part of a module's result, every time or `when` that says so."""
 
     path: ArgPath
-    convert: Conversion
+    convert: Callable[[Any], Any]
+    when: Callable[[nn.Module, Any], bool] | None = None
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
         return edited(result, self.path, self.convert)
@@ -233,3 +249,5 @@ def edited(value: Any, path: ArgPath, change: Callable[[Any], Any]) -> Any:
 
 
 __all__ = ["Conversion", "ParamLayout", "rewrite", "set_attribute"]
+        if self.when is not None and not self.when(module, result):
+            return result
