@@ -1,16 +1,17 @@
 """Attention weights with all heads, for whoever looks at them.
 
-A module of a sharded region may return a value that no operation outside it uses: attention weights. The model runs
-without them being whole, so no arrow makes them so; but a forward hook may record them (transformers' own
-`output_attentions` does), or another branch of the model may return them. Then each rank would show its own heads.
-So such a part is gathered when somebody looks: where the module has hooks that are not autotp's, where attention
-weights were asked for, or where the part was not there when the model was captured. Else nothing is sent.
+A module of a sharded region may return a value that no operation outside it uses: attention weights. The
+model runs without them being whole, so no arrow makes them so; but a forward hook may record them (those of
+transformers' `output_attentions` do), or another branch of the model may return them. Then each rank would
+show its own heads. So such a part is gathered when somebody looks: where the module has hooks that are not
+autotp's, where attention weights were asked for, or where the part was not there when the model was
+captured. Else nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,18 +32,20 @@ WEIGHTS = (torch.softmax, F.softmax, Tensor.softmax)
 def seen_from_outside(index: GraphIndex, placement: Placement) -> Iterator[tuple[fx.Node, Where]]:
     """The sharded values that only an observer would see, each with the module that returns it, and where.
 
-    kind `seen`: a part of the captured result. kind `new`: attention weights that the captured forward does not return
-    (a fused kernel, another branch), expected at the first place of the result that had no tensor; then the node is the
-    one with their dims: the softmax, or the fused attention, whose dims but the last are those of its weights.
+    kind `seen`: a part of the captured result. kind `new`: attention weights that the captured forward does
+    not return (a fused kernel, another branch), expected at the first place of the result that had no tensor;
+    then the node is the one with their dims: the softmax, or the fused attention, whose dims but the last are
+    those of its weights.
     """
     shown: set[str] = set()
     for call in index.captured.calls:
         if call.leaf or not call.path:
             continue
         for path, value in walk(call.output):
-            if not isinstance(value, fx.Node) or value not in placement.sharded or index.enclosing[value] is not call:
+            if not isinstance(value, fx.Node) or value not in placement.sharded:
                 continue
-            if all(call.first <= index.order[user] <= call.last for user, _ in index.uses[value]):
+            inside = [call.first <= index.order[user] <= call.last for user, _ in index.uses[value]]
+            if index.enclosing[value] is call and all(inside):
                 shown.add(call.path)
                 yield value, Where("seen", call.path, path)
     for node in index.nodes:
@@ -74,8 +77,9 @@ class Request:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # transformers' word for it, as an argument or else in the config
+        by_default = getattr(getattr(model, "config", None), "output_attentions", False)
         wanted = kwargs.get("output_attentions")
-        self.asked = bool(getattr(getattr(model, "config", None), "output_attentions", False) if wanted is None else wanted)
+        self.asked = bool(by_default if wanted is None else wanted)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self.asked = False
@@ -106,6 +110,6 @@ class ShowWhole:
     ndim: int
 
     def __call__(self, part: Any) -> Any:
-        if not isinstance(part, Tensor) or isinstance(part, FakeTensor):  # a model being recorded shows what it has
-            return part
+        if not isinstance(part, Tensor) or isinstance(part, FakeTensor):
+            return part  # a model that is being recorded shows what it has
         return self.gather(part) if part.ndim == self.ndim and self.gather.fits(part) else part
