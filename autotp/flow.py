@@ -133,7 +133,7 @@ class GraphIndex:
         for name, dims in self.axes.params.items():
             self.param_leaves[name] = frozenset(leaf for d in dims for leaf in leaves(d))
             if self.is_parameter(name):
-                for leaf in self.param_leaves[name]:
+                for leaf in (leaf for d in dims for leaf in leaves(d)):  # in order: ties are broken alike on all ranks
                     self.holders[leaf].add(name)
         for node in self.nodes:
             own = frozenset(leaf for d in flat_axes(self.axes.of.get(node)) for leaf in leaves(d))

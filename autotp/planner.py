@@ -29,6 +29,7 @@ from .local import dim_layout
 from .outputs import seen_from_outside
 from .place import Arrow, Placement, place
 from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, SliceDim
+from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .recapture import check_plan, hollow
 from .realise import Realised, Where, realise
@@ -46,22 +47,21 @@ class Analysis:
     placement: Placement
     realised: Realised
     solutions: list[Solution]  # per rank
+    policy: BoundPolicy
 
 
-Veto = Callable[[Axis, Flow], "str | None"]
-
-
-def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, veto: Veto | None = None) -> Analysis:
-    """Choose axes for `model` over `tp` ranks. `veto(axis, flow)` may refuse an axis with a reason (a policy does).
+def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, policy: Policy | None = None) -> Analysis:
+    """Choose axes for `model` over `tp` ranks; a policy may refuse some.
 
     Raises CaptureError where the model can't be recorded.
     """
     captured = capture(model, **(inputs if inputs is not None else make_inputs(model)))
     index = GraphIndex(captured, propagate(captured))
+    bound = (policy or Policy()).bind(index, tp)
     refused: dict[Axis, str] = {}
 
     def allow(axis: Axis, flow: Flow) -> str | None:
-        return refused.get(axis) or (veto(axis, flow) if veto else None)
+        return refused.get(axis) or bound.veto(axis, flow)
 
     while True:
         choice = choose(index, tp, allow)
@@ -76,7 +76,7 @@ def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, 
         if not given_up:
             if problems:
                 raise PlanError(f"no axis explains these problems: {[why for why, _ in problems][:3]}")
-            return Analysis(captured, index, choice, placement, realised, solutions)
+            return Analysis(captured, index, choice, placement, realised, solutions, bound)
         refused.update(given_up)
 
 
@@ -158,8 +158,9 @@ def plan(
         raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = given_inputs(quiet, example_inputs)
-    found = analyse(quiet, tp, inputs)
+    found = analyse(quiet, tp, inputs, load(policy))
     result = to_plan(model, found, tp)
+    found.policy.check(result, found.index)
     if check and tp > 1:
         check_plan(quiet, result, found)
     return result
@@ -185,7 +186,8 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         ints=tuple(_local_ints(found)),
         arguments=tuple(_local_arguments(found)),
         kept=kept,
-        notes=tuple(f"{describe(node)}: {why}" for node, why in index.axes.unknown),
+        notes=(*(f"{describe(node)}: {why}" for node, why in index.axes.unknown), *found.policy.notes),
+        roles=found.policy.roles,
         precision=_precision(found.captured),
         observed=tuple(_observed(found, tp)),
     )
@@ -246,7 +248,7 @@ def _block_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _why_sharded(index: GraphIndex, choice: Choice, name: str) -> str:
-    axes = [a for a in index.param_leaves[name] if a in choice.flows]
+    axes = [a for a in choice.flows if a in index.param_leaves[name]]
     return "; ".join(
         f"axis of {a.size}: {len(choice.flows[a].params)} parameters share it, "
         f"{sum(e.kind == 'reduce' for e in choice.flows[a].edges)} reductions"
@@ -260,7 +262,7 @@ def _why_kept(index: GraphIndex, choice: Choice, name: str) -> str:
     reasons = [
         f"axis of {a.size}: {choice.rejected[a]}" for a in index.param_leaves.get(name, ()) if a in choice.rejected
     ]
-    return "; ".join(sorted(reasons, key=len)[:3]) or "no axis of it can be sharded"
+    return "; ".join(sorted(reasons, key=lambda r: (len(r), r))[:3]) or "no axis of it can be sharded"
 
 
 def _layout_of(name: str, found: Analysis, tp: int, dim: int) -> tuple:

@@ -73,7 +73,10 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     if plan.observed:
         request.watch(model)
     for module, sites in patches.items():
-        patch_forward(model.get_submodule(module), {s: SitePatch(p.ints, p.before, p.after) for s, p in sites.items()})
+        guard = SiteGuard(module, tuple(map(str, sites)))
+        owner = model.get_submodule(module)
+        patch_forward(owner, {s: SitePatch(p.ints, p.before, guard.watch(i, p.after)) for i, (s, p) in enumerate(sites.items())})
+        owner.register_forward_hook(guard)
     state.finish(model)
 
 
@@ -82,6 +85,44 @@ class _Patch:
     ints: dict[ArgPath, int] = field(default_factory=dict)
     before: dict[ArgPath, Callable[[Any], Any]] = field(default_factory=dict)
     after: Callable[[Any], Any] | None = None
+
+
+class SiteGuard:
+    """Sees that a module whose forward is rewritten at some calls makes all of them.
+
+    A branch that was not taken when the model was captured would run unchanged code on shards, perhaps with the right
+    shapes. That must not pass in silence.
+    """
+
+    def __init__(self, module: str, sites: tuple[str, ...]):
+        self.module, self.sites = module, sites
+        self.seen: set[int] = set()
+
+    def watch(self, site: int, after: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+        """`after`, noting that the site ran."""
+
+        def noted(result: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self.seen.add(site)
+            return result if after is None else after(result)
+
+        noted.__name__ = getattr(after, "__name__", "nothing")
+        return noted
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        missed = [site for i, site in enumerate(self.sites) if i not in self.seen]
+        self.seen.clear()
+        if missed:
+            raise AutotpError(
+                f"{self.module}: this call took another way through the model's code than the captured one, past "
+                f"{missed[0]}, where a size or a collective had been put. Parallelize with example_inputs like the real "
+                "ones (mask, cache), or keep the module whole with a policy: `replicate`."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteGuard:
+        return self  # a copied forward still tells this one
 
 
 def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> None:
@@ -164,6 +205,10 @@ class Conversion:
             x = convert(x, d.dim, self._layout(i, x.shape[d.dim]), self.comm)
         return x
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether `x` has this rank's sizes of what is gathered."""
+        return all(x.shape[d.dim] % local_size(d.layout[self.comm.rank]) == 0 for d in self.dims)
+
     def _layout(self, i: int, size: int) -> Layout:
         """The layout of a dim of `size`: a whole number of units, each laid out alike."""
         if (i, size) not in self._layouts:
@@ -205,10 +250,6 @@ class ArgumentHook:
             i = self.position
             return (*args[:i], edited(args[i], self.path, self.convert), *args[i + 1 :]), kwargs
         if self.name in kwargs:
-    def fits(self, x: Tensor) -> bool:
-        """Whether `x` has this rank's sizes of what is gathered."""
-        return all(x.shape[d.dim] % local_size(d.layout[self.comm.rank]) == 0 for d in self.dims)
-
             return args, {**kwargs, self.name: edited(kwargs[self.name], self.path, self.convert)}
         return None
 
@@ -222,6 +263,8 @@ class ResultHook:
     when: Callable[[nn.Module, Any], bool] | None = None
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        if self.when is not None and not self.when(module, result):
+            return result
         return edited(result, self.path, self.convert)
 
 
@@ -249,5 +292,3 @@ def edited(value: Any, path: ArgPath, change: Callable[[Any], Any]) -> Any:
 
 
 __all__ = ["Conversion", "ParamLayout", "rewrite", "set_attribute"]
-        if self.when is not None and not self.when(module, result):
-            return result
