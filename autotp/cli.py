@@ -221,20 +221,16 @@ def _itemsize(model: nn.Module) -> int:
 
 
 def _analysed(model: nn.Module, tp: int, policy: Path | None) -> tuple[Plan, Analysis]:
-    """The plan and what the planner knows about the graph, for what is drawn from both."""
+    """The plan and what the planner knows about the graph, kept for what is drawn from both."""
     from .planner import analyse, given_inputs, to_plan
-    from .planner import plan as make_plan
+    from .policy import load
     from .recapture import check_plan
 
-    found = analyse(model, tp, given_inputs(model, None))
+    found = analyse(model, tp, given_inputs(model, None), load(str(policy) if policy else None))
     plan = to_plan(model, found, tp)
-    if policy is None:
-        if tp > 1:
-            check_plan(model, plan, found)
-    elif make_plan(model, tp, str(policy)).digest != plan.digest:
-        raise PlanError(
-            f"A plan under a policy ({policy}) is shown as table, yaml or json; pictures show plans without."
-        )
+    found.policy.check(plan, found.index)
+    if tp > 1:
+        check_plan(model, plan, found)
     return plan, found
 
 
@@ -301,7 +297,7 @@ def _verify(
 ) -> Report:
     import torch
 
-    from .model_source import build_model, randomise
+    from .model_source import build_model, quiet, randomise
     from .show import human_bytes
     from .verify import verify as run
 
@@ -319,9 +315,8 @@ def _verify(
         torch.manual_seed(0)
         model = build_model(source, device="cpu", layers=layers, dtype=torch.float32)
         randomise(model)
-        report = run(
-            model, tp, str(policy) if policy else None, steps=steps, progress=lambda what: status.update(what)
-        )
+        with quiet():
+            report = run(model, tp, str(policy) if policy else None, steps=steps, progress=status.update)
     console.print(_report(report))
     return report
 

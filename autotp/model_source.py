@@ -112,7 +112,7 @@ def _from_config(path: Path, device: str, layers: int | None, dtype: torch.dtype
     except ImportError as error:
         raise ModelSourceError("Reading a config needs transformers: pip install 'autotp[hf]'.") from error
     try:
-        with _quiet():
+        with quiet():
             config = transformers.AutoConfig.from_pretrained(str(file))
     except (
         Exception
@@ -125,7 +125,7 @@ def _from_config(path: Path, device: str, layers: int | None, dtype: torch.dtype
     cls = _class_of(transformers, config, file)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     try:
-        with _quiet(), torch.device(device), _default_dtype(wanted):
+        with quiet(), torch.device(device), _default_dtype(wanted):
             return cls(config)
     except ImportError as error:
         raise ModelSourceError(
@@ -190,17 +190,19 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers says a lot on the way; what matters comes as an error."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+def quiet() -> Iterator[None]:
+    """Without warnings, and notices of transformers if it is loaded: what matters comes as an error."""
+    transformers = sys.modules.get("transformers")
+    logging = transformers.utils.logging if transformers is not None else None
+    before = logging.get_verbosity() if logging is not None else 0
+    if logging is not None:
+        logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
+    finally:
+        if logging is not None:
             logging.set_verbosity(before)
 
 

@@ -125,7 +125,7 @@ def fold(block: Block, alias: dict[str, str]) -> tuple[Any, ...]:
             kept.append(item)
         else:
             like.names += item.names
-            # What leaves a folded block seems to leave the last that is shown: alternating layers stay a chain.
+            # What leaves a folded block seems to leave the last one shown: alternating layers stay a chain.
             last = next(b for b in reversed(kept) if isinstance(b, Block))
             end = [s.node for s in last.steps()][-1]
             shown = [s.node for s in like.steps()]

@@ -104,6 +104,11 @@ class _Builder:
         self.home: dict[fx.Node, tuple[Block, ...]] = {}
         self.counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.by_name = {n: p for p in plan.params.values() for n in (p.name, *p.also)}
+        self.below: dict[str, list[str]] = defaultdict(list)  # by module path, the parameters anywhere in it
+        for name in self.by_name:
+            parts = name.split(".")
+            for n in range(len(parts)):
+                self.below[".".join(parts[:n])].append(name)
         self.layers = {layer.module: layer.kind for layer in plan.layers}
         self.marks: dict[tuple[str, Any], list[Mark]] = defaultdict(list)
         for collective in plan.collectives:
@@ -156,8 +161,8 @@ class _Builder:
 
     def own(self, path: str, below: bool) -> tuple[ParamPlan, ...]:
         """The parameters of a module, and of those below it if asked."""
-        prefix = f"{path}." if path else ""
-        names = [n for n in self.by_name if n.startswith(prefix) and (below or "." not in n[len(prefix) :])]
+        start = len(path) + 1 if path else 0
+        names = [n for n in self.below[path] if below or "." not in n[start:]]
         self.reached.update(names)
         return tuple(self.by_name[n] for n in names)
 
@@ -184,7 +189,7 @@ class _Builder:
         count = self.counts[id(here)][base]
         self.counts[id(here)][base] += 1
         self.names[node] = f"{base}_{count}" if count else base
-        # Inside a torch.autograd.Function nothing requires a gradient, yet one goes through: see its operands.
+        # Inside a torch.autograd.Function nothing requires a gradient, yet one goes through it.
         made_of = any(n in self.flowing for n in _operands(node)) and tensors[0].is_floating_point()
         if node.meta.get("grad") or made_of:
             self.flowing.add(node)

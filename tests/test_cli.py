@@ -165,6 +165,23 @@ def test_why_of_an_unknown_parameter_suggests(models):
     assert "model.layers.1.self_attn.q_proj.weight" in flat(result.stderr)
 
 
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_policy_decides_in_every_format(models, tmp_path, format):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("schema: 1\nmodules:\n  lm_head: replicate\n")
+    whole = "[96, 32]  Replicate" if format == "text" else '"lm_head.weight": "'
+    plain = run("dump", models["llama"], "--tp", 2, "-f", format).output
+    decided = run("dump", models["llama"], "--tp", 2, "-f", format, "--policy", policy).output
+    assert whole in decided and whole not in plain
+
+
+def test_a_bad_policy_is_a_message(models, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("schema: 1\nmodules:\n  no.such.module: replicate\n")
+    result = run("dump", models["llama"], "--tp", 2, "--policy", policy, code=2)
+    assert "policy.yaml" in flat(result.stderr) and "no.such.module" in flat(result.stderr)
+
+
 def test_layers_shortens(models):
     data = json.loads(run("dump", models["llama"], "--tp", 2, "--layers", 1, "-f", "json").output)
     assert "model.layers.0.mlp.up_proj.weight" in data["parameters"]
