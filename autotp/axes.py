@@ -378,12 +378,11 @@ def _cut(axis: Axis, sizes: list[int], trail: _Trail) -> list[Axis]:
     if axis._kind == "product":
         major, *rest = factors(axis)
         step = math.prod(factor.size for factor in rest)
-        if any(size % step for size in sizes):
+        if all(size % step == 0 for size in sizes):
+            pieces = _cut(major, [size // step for size in sizes], trail)
+            return [product([piece, *rest]) if piece.size else piece for piece in pieces]
+        if major._kind != "concat":
             raise AxisConflict(f"{show(axis)} cannot be cut into {sizes}: not whole steps of {step}")
-        return [
-            product([piece, *rest]) if piece.size else piece
-            for piece in _cut(major, [size // step for size in sizes], trail)
-        ]
     todo = segments(axis)[::-1]
     result = []
     for size in sizes:

@@ -92,6 +92,8 @@ CASES = [
     c("swapaxes", "b s h", lambda t, n: torch.swapaxes(t[0], axis0=0, axis1=2), 3),
     c("expand", "b 1 h", lambda t, n: t[0].expand(*n), 3, "b s h"),
     c("expand more", "h", lambda t, n: t[0].expand(n), 2, "b h"),
+    c("expand_as", "b 1 h, b s h", lambda t, n: t[0].expand_as(t[1]), 3),
+    c("view_as", "b s h d, b s h*d", lambda t, n: t[0].reshape_as(t[1]), 4),
     c("repeat", "b h", lambda t, n: t[0].repeat(n[0] // t[0].shape[0], 1), 3, "r*b h"),
     c("repeat_interleave", "b h", lambda t, n: t[0].repeat_interleave(n[0] // t[0].shape[0], 0), 3, "b*r h"),
     c("split", "b h+h", lambda t, n: torch.mul(*t[0].split([n[1], n[1]], dim=-1)), 2, "b h"),

@@ -155,8 +155,7 @@ class Op:
             found = self._param(weight)
             name = found[0] if found else None
         elif weight is not None:
-            value = self.value(weight)
-            name = str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
+            name = parameter_of(self.value(weight))
         self.facts.contracts.append(Contract(axis, how, name))
 
     def linear(self, kind: Literal["joint", "each"], *operands: Operand) -> None:
@@ -221,6 +220,31 @@ class Op:
         if isinstance(value, (tuple, list)):
             return any(self._has_tensor(item) for item in value)
         return self._tensor(value) is not None
+
+
+_SAME_VALUES = {
+    "T",
+    "mT",
+    "t",
+    "transpose",
+    "permute",
+    "to",
+    "type_as",
+    "contiguous",
+    "float",
+    "half",
+    "bfloat16",
+}
+
+
+def parameter_of(value: Any) -> str | None:
+    """The name of the parameter or buffer that a value is, as it stands or with its dims in another order."""
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", "")
+        if name not in _SAME_VALUES:
+            return None
+        value = value.args[0]
+    return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
 
 
 def rule(*targets: Hashable, into: MutableMapping[Hashable, Rule]) -> Callable[[Rule], Rule]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..axes import Axis, product, reshape, unify
-from .op import Dims, NoRule, Op, Operand, Rule, everywhere, rule
+from .op import Dims, NoRule, Op, Operand, Rule, everywhere, parameter_of, rule
 
 RULES: dict[Any, Rule] = {}
 here = partial(rule, into=RULES)
@@ -56,8 +56,8 @@ def matrix_result(op: Op, x: Dims, y: Dims) -> Dims:
 
 
 def _parameter(op: Op, *operands: Operand) -> Operand | None:
-    """The operand that is read straight from the module."""
-    return next((o for o in operands if getattr(op.value(o), "op", "") == "get_attr"), None)
+    """The operand that is the module's own."""
+    return next((o for o in operands if parameter_of(op.value(o)) is not None), None)
 
 
 @here(*everywhere("addmm", "addmv", "baddbmm", "addbmm"))
@@ -118,7 +118,7 @@ def einsum(op: Op) -> Dims:
     shape = [max((d[i - width].size for d in spread if len(d) >= width - i), default=1) for i in range(width)]
     common = op.broadcast(*spread, shape=shape)
     kept = right.replace("...", "")
-    weight = next((i for i in range(1, len(op.args)) if getattr(op.args[i], "op", "") == "get_attr"), None)
+    weight = _parameter(op, *range(1, len(op.args)))
     for letter, axis in axes.items():
         if letter not in kept:
             op.contract(axis, "sum", weight)

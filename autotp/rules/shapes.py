@@ -25,8 +25,10 @@ def view(op: Op) -> Dims:
         op.forbid(x[-1], "its bits are read as another dtype")
         return [*x[:-1], op.fresh(op.shape[-1])]
     op.linear("each", (0, "input"))
-    op.ignore((1, "other"))  # view_as: only its shape is read
-    return reshape(x, op.shape)
+    result = reshape(x, op.shape)
+    if op.has((1, "other")):  # view_as: the sizes are the other's
+        op.broadcast(result, op.dims((1, "other")))
+    return result
 
 
 @here(*everywhere("squeeze", "unsqueeze", "atleast_1d", "atleast_2d"))
@@ -53,8 +55,9 @@ def permute(op: Op) -> Dims:
 @here(*everywhere("expand", "expand_as", "broadcast_to"))
 def expand(op: Op) -> Dims:
     op.linear("each", (0, "input"))
-    op.ignore((1, "other"))  # expand_as: only its shape is read
     x = op.dims((0, "input"))
+    if op.has((1, "other")):  # expand_as: the sizes are the other's
+        return op.broadcast(x, op.dims((1, "other")))
     offset = len(op.shape) - len(x)
     kept = [None] * offset + [axis if axis.size == op.shape[offset + i] else None for i, axis in enumerate(x)]
     return [
