@@ -15,6 +15,7 @@ from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .planner import plan as make_plan
 from .planner import warn_replicated
 from .rewrite import rewrite
+from .state import refuse_partial_saves
 
 
 def parallelize(
@@ -73,6 +74,7 @@ def parallelize(
         synchronise_generation(model, ranks)
         synchronise_rng(model, ranks)
         refuse_resize(model)
+        refuse_partial_saves(model)
     return model
 
 

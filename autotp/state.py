@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -178,9 +180,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     with torch.no_grad():
         tensors = model.state_dict(keep_vars=True)
-        states = [s for m in model.modules() if isinstance(s := vars(m).get("autotp"), ShardState)]
-        held = {id(tensor): (state, how) for state in states for module, own, how in state.owners
-                for name, tensor in _own_tensors(module) if name == own}
+        held = {id(tensor): (comm, how) for module in model.modules() for comm, mine in _held_by(module)
+                for name, tensor in _own_tensors(module) if (how := mine.get(name))}
         done: dict[int, Tensor] = {}
         full: dict[str, Any] = {}
         for name, tensor in tensors.items():
@@ -194,7 +195,40 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         return full
 
 
-def _whole(tensor: Tensor, state: ShardState, held: Held) -> Tensor:
+def _held_by(module: nn.Module) -> Iterator[tuple[Comm, Mapping[str, Held]]]:
+    """What a module itself holds parts of. Its hook for loading knows, wherever the module was moved."""
+    for hook in module._load_state_dict_pre_hooks.values():
+        slices = getattr(hook, "hook", hook)     # torch wraps it
+        if isinstance(slices, _SliceLoaded):
+            yield slices.comm, slices.held
+
+
+def _whole(tensor: Tensor, comm: Comm, held: Held) -> Tensor:
     if held.layout is not None:
-        return gather(tensor, held.layout, state.comm)
-    return state.comm.broadcast(tensor.detach(), 0) if held.once else tensor.detach()
+        return gather(tensor, held.layout, comm)
+    return comm.broadcast(tensor.detach(), 0) if held.once else tensor.detach()
+
+
+def refuse_partial_saves(model: nn.Module) -> None:
+    """Make `save_pretrained`, of the model or a part, an error where it would write this rank's shards."""
+    for module in model.modules():
+        original = getattr(getattr(module, "save_pretrained", None), "__func__", None)
+        if original is not None:
+            module.save_pretrained = types.MethodType(_checked(original), module)  # type: ignore[assignment]
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict")
+        shapes = {f"{path}.{own}".lstrip("."): held.layout.shape for path, module in self.named_modules()
+                  for _, mine in _held_by(module) for own, held in mine.items() if held.layout is not None}
+        partial = [n for n, shape in shapes.items() if given is None
+                   or (n in given and tuple(given[n].shape) != tuple(shape))]
+        if partial:
+            raise ShardStateError(
+                f"save_pretrained would write this rank's part of {partial[0]} only. On every rank: state = "
+                "autotp.full_state_dict(model); then, on one: model.save_pretrained(dir, state_dict=state).")
+        return original(self, *args, **kwargs)
+
+    return save_pretrained
