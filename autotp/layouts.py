@@ -124,6 +124,12 @@ def is_partition(layout: Layout) -> bool:
     return set(multiplicity(layout, whole_size(layout))) <= {1}
 
 
+@_of_layout
+def _missing(layout: Layout, size: int) -> tuple[int, ...]:
+    """The indices that no slot holds."""
+    return tuple(i for i, count in enumerate(multiplicity(layout, size)) if count == 0)
+
+
 def check(layout: Layout, size: int, ranks: int, what: str) -> None:
     """Refuse what is no layout of `size` indices over `ranks`: LayoutError names `what` and the fault."""
     if len(layout) != ranks:
@@ -135,7 +141,7 @@ def check(layout: Layout, size: int, ranks: int, what: str) -> None:
         if not ranges:
             raise LayoutError(f"{what}: rank {rank} of {ranks} would hold none of the {size} indices; "
                               f"use at most {size} ranks or keep it replicated.")
-    missing = [i for i, count in enumerate(multiplicity(layout, size)) if count == 0]
+    missing = _missing(layout, size)
     if missing:
         raise LayoutError(f"{what}: no rank holds index {missing[0]} of {size} ({len(missing)} are missing).")
 
