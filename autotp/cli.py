@@ -190,7 +190,7 @@ def _dump(
     layers: int | None,
 ) -> None:
     from .model_source import build_model
-    from .planner import plan as make_plan
+    from .planner import plan_and_analysis
 
     if rank >= tp:
         raise PlanError(f"--rank {rank}: with --tp {tp} the ranks are 0 to {tp - 1}.")
@@ -198,12 +198,12 @@ def _dump(
     with console.status(f"planning {escape(source)} over {tp} ranks"):
         model = build_model(source, layers=layers)
         if why or format in GRAPHS:
-            plan, found = _analysed(model, tp, policy)
+            plan, found = plan_and_analysis(model, tp, str(policy) if policy else None)
             rendered = (
                 _explain(found, plan, why) if why else _draw(found, plan, format, rank, _itemsize(model))
             )
         else:
-            plan = make_plan(model, tp, str(policy) if policy else None)
+            plan, _ = plan_and_analysis(model, tp, str(policy) if policy else None)
             rendered = _list(plan, format, rank, _itemsize(model))
     if out is None:
         _print(rendered)
@@ -218,20 +218,6 @@ def _itemsize(model: nn.Module) -> int:
     for p in model.parameters():
         sizes[p.element_size()] = sizes.get(p.element_size(), 0) + p.numel()
     return max(sizes, key=sizes.__getitem__, default=4)
-
-
-def _analysed(model: nn.Module, tp: int, policy: Path | None) -> tuple[Plan, Analysis]:
-    """The plan and what the planner knows about the graph, kept for what is drawn from both."""
-    from .planner import analyse, given_inputs, to_plan
-    from .policy import load
-    from .recapture import check_plan
-
-    found = analyse(model, tp, given_inputs(model, None), load(str(policy) if policy else None))
-    plan = to_plan(model, found, tp)
-    found.policy.check(plan, found.index)
-    if tp > 1:
-        check_plan(model, plan, found)
-    return plan, found
 
 
 def _list(plan: Plan, format: Format, rank: int, itemsize: int) -> Any:

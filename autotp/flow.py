@@ -60,6 +60,7 @@ class Flow:
     inside: set[fx.Node] = field(default_factory=set)  # operations that compute on sharded or partial values
     edges: list[Edge] = field(default_factory=list)
     fills: set[fx.Node] = field(default_factory=set)  # constant factories made at local size
+    gathered: set[fx.Node] = field(default_factory=set)  # column outputs made whole at once
     params: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)  # parameters added to a partial value: kept on rank 0, zero elsewhere
     problems: list[str] = field(default_factory=list)
@@ -218,23 +219,39 @@ def carries(facts_axes: Iterable[Any], leaf: Axis) -> list[Any]:
     return [item for item in facts_axes if leaf in leaves(item.axis)]
 
 
-def follow(index: GraphIndex, axis: Axis, fills: frozenset[fx.Node] = frozenset()) -> Flow:
-    """Shard `axis` (a leaf) and see what it takes. `fills`: constant factories to be made at local size.
+def follow(
+    index: GraphIndex, axis: Axis, fills: frozenset[fx.Node] = frozenset(), gathered: frozenset[fx.Node] = frozenset()
+) -> Flow:
+    """Shard `axis` (a leaf) and see what it takes.
 
-    Runs again when a sliced operand turns out to be such a factory: making it small beats slicing it.
+    Runs again when a sliced operand turns out to be a constant factory (`fills`: making it small beats slicing it), or
+    when all that a column's output meets before it is gathered is done element by element (`gathered`: scaled, cast or
+    capped logits; the layer can gather them itself).
     """
-    flow = Flow(axis, fills=set(fills))
+    flow = Flow(axis, fills=set(fills), gathered=set(gathered))
     for node in index.touching[axis]:
         _step(index, flow, node)
     made: set[fx.Node] = set()
     for edge in flow.edges:
         if edge.kind == "slice":
             made |= _origins(index, edge.source, axis) or set()
-    if made - fills:
-        return follow(index, axis, fills | made)
+    columns = {_column_before(index, e.source) for e in flow.edges if e.kind == "gather"} - {None}
+    if made - fills or columns - gathered:
+        return follow(index, axis, fills | made, gathered | frozenset(n for n in columns if n is not None))
     for node in [n for n in index.touching[axis] if n in flow.partial]:
         _reduce_late(index, flow, node)
     return flow
+
+
+def _column_before(index: GraphIndex, node: fx.Node) -> fx.Node | None:
+    """The leaf module whose output `node` is, up to changes element by element."""
+    while node.op == "call_function":
+        operands = index.operands[node]
+        same_axes = len(operands) == 1 and index.axes.of[operands[0].node] == index.axes.of[node]
+        if not same_axes or len(index.uses[operands[0].node]) != 1 or node.meta.get("mutates"):
+            return None
+        node = operands[0].node
+    return node if node.op == "call_module" and index.module_params.get(node) else None
 
 
 def _origins(index: GraphIndex, node: fx.Node, axis: Axis) -> set[fx.Node] | None:
@@ -298,6 +315,8 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
     for op in carrying:
         if op.node not in flow.sharded:
             flow.edges.append(Edge("slice", op.node, node, op.path, axis, "it meets a sharded value"))
+            if node.meta.get("mutates") and op.path[:1] == (0,):
+                flow.problems.append(f"{describe(node)}: it changes in place a tensor that would have to be sliced")
     contracts = carries(facts.contracts, axis)
     for contract in contracts:
         if contract.how not in SUMS:
@@ -310,7 +329,10 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
     if axis in index.carried[node]:
         if node in flow.partial:
             flow.problems.append(f"{describe(node)}: the axis is summed over and kept at once")
-        flow.sharded.add(node)
+        if node in flow.gathered:
+            flow.edges.append(Edge("gather", node, None, (), axis, "what follows needs all of it"))
+        else:
+            flow.sharded.add(node)
 
 
 def _reduce_late(index: GraphIndex, flow: Flow, node: fx.Node) -> None:

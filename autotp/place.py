@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from .axes import Axis
@@ -61,14 +62,14 @@ def place(index: GraphIndex, choice: Choice) -> Placement:
         for node in flow.inside:
             owner.setdefault(node, axis)
         for edge in flow.edges:
-            if edge.kind in ("reduce", "stat"):
+            if edge.user is None:
                 if edge.source not in reduced:
-                    how = "reduce" if edge.kind == "reduce" else edge.why
+                    how = edge.why if edge.kind == "stat" else edge.kind
                     arrow = Arrow(how, edge.source, (), frozenset((axis,)), edge.why)
                     result.arrows.append(arrow)
                     if edge.source not in flow.sharded:
                         reduced[edge.source] = arrow
-            elif edge.user is not None:
+            else:
                 use = (edge.user, edge.path)
                 if use in converted:
                     converted[use].axes |= {axis}
@@ -91,8 +92,11 @@ def _together(arrows) -> list[Arrow]:
     return list(grouped.values())
 
 
-def _wants_grad(node: fx.Node) -> bool:
-    return bool(node.meta.get("grad"))
+def wants_grad(node: fx.Node) -> bool:
+    """Does a gradient flow through this value?"""
+    value = node.meta.get("val")
+    inner = node.meta.get("custom_grad") and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return bool(node.meta.get("grad") or inner)  # inside an autograd.Function torch records no gradients
 
 
 def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
@@ -103,14 +107,14 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
         return node in reduced or not (node in result.sharded or node in unreduced)
 
     def grad_uses(node: fx.Node) -> list[Use]:
-        return [(u, p) for u, p in index.uses[node] if u.op == "output" or _wants_grad(u)]
+        return [(u, p) for u, p in index.uses[node] if u.op == "output" or wants_grad(u)]
 
-    values = [n for n in index.nodes if replicated(n) and _wants_grad(n) and n.op != "output"]
+    values = [n for n in index.nodes if replicated(n) and wants_grad(n) and n.op != "output"]
     # A part of a sharded value that no rank splits (the one key head in a fused projection): its gradient is partial.
     forced = {n for n in values if n in inside and n not in reduced}
     partial = set(forced)
     for node in index.nodes:  # what is computed from such a part alone is the same
-        if node not in inside and replicated(node) and _wants_grad(node) and node.op not in ("output", "get_attr"):
+        if node not in inside and replicated(node) and wants_grad(node) and node.op not in ("output", "get_attr"):
             if any(op.node in partial and op.node not in reduced for op in index.operands[node]):
                 partial.add(node)
                 owner.setdefault(node, next(owner[op.node] for op in index.operands[node] if op.node in partial))
@@ -126,8 +130,10 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
                 partial |= region
                 entering -= region
     for node, arrow in reduced.items():
-        if node in entering or not _wants_grad(node):
-            every = _wants_grad(node) and all(_enters(u, p, inside, partial, converted) for u, p in grad_uses(node))
+        if arrow.kind == "gather":
+            continue
+        if node in entering or not wants_grad(node):
+            every = wants_grad(node) and all(_enters(u, p, inside, partial, converted) for u, p in grad_uses(node))
             arrow.enter = every
         else:
             region = _downwards(index, node, entering, inside, reduced, converted, grad_uses)
@@ -166,7 +172,7 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
             return set()
         region.add(value)
         for op in index.operands[value]:
-            if _wants_grad(op.node) and op.node.op != "get_attr" and op.node not in partial:
+            if wants_grad(op.node) and op.node.op != "get_attr" and op.node not in partial:
                 if op.node not in entering or op.node is node:
                     todo.append(op.node)
     for value in region:
@@ -185,7 +191,7 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
             continue
         if value.op != "call_function" or value in reduced or len(region) > 200:
             return set()
-        if any(_wants_grad(op.node) and op.node is not node and op.node not in region for op in index.operands[value]):
+        if any(wants_grad(op.node) and op.node is not node and op.node not in region for op in index.operands[value]):
             return set()
         region.add(value)
         todo += [u for u, _ in grad_uses(value)]
@@ -203,10 +209,10 @@ def _parameters(index, result, reduced, converted, owner, grad_uses) -> None:
     for node in index.nodes:
         runs_partial = node in inside or (node in partial and node not in reduced)
         for own, name in index.module_params.get(node, {}).items():
-            if index.is_parameter(name) and name not in result.params and _wants_grad(node):
+            if index.is_parameter(name) and name not in result.params and wants_grad(node):
                 late_bias = node in reduced and own in ("bias", "out_proj.bias")  # added after the reduction
                 (partial_uses if runs_partial and not late_bias else whole_uses).add(name)
-        if node.op == "get_attr" and _wants_grad(node) and str(node.target) not in result.params:
+        if node.op == "get_attr" and wants_grad(node) and str(node.target) not in result.params:
             for user, path in grad_uses(node):
                 uses = partial_uses if _enters(user, path, inside, partial, converted) else whole_uses
                 uses.add(str(node.target))

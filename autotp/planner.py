@@ -146,14 +146,22 @@ def layer_kind(index: GraphIndex, node: fx.Node) -> str:
 
 
 def plan(
-    model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, strict: bool = False, check: bool = True
+    model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, check: bool = True
 ) -> Plan:
     """Plan `model` over `tp` tensor-parallel ranks. Needs no process group, no GPU and no weights (meta is fine).
 
+    policy: path of a policy YAML, a dict of that form, a transformers `tp_plan`, or a list of these (later ones win).
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
-    strict: raise PlanError instead of warning where weights stay replicated.
-    Raises CaptureError, PlanError, PolicyError.
+    check: capture the rewritten model too, and compare (`recapture`).
+    Raises CaptureError, PlanError, PolicyError. What stays replicated is in `Plan.kept`, with reasons.
     """
+    return plan_and_analysis(model, tp, policy, example_inputs=example_inputs, check=check)[0]
+
+
+def plan_and_analysis(
+    model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, check: bool = True
+) -> tuple[Plan, Analysis]:
+    """`plan`, and all that was found out on the way."""
     if tp < 1:
         raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
@@ -163,7 +171,7 @@ def plan(
     found.policy.check(result, found.index)
     if check and tp > 1:
         check_plan(quiet, result, found)
-    return result
+    return result, found
 
 
 def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:

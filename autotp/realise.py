@@ -16,7 +16,7 @@ from torch import fx
 from .axes import Axis
 from .capture import ModuleCall, Site
 from .flow import GraphIndex, describe, walk
-from .place import Arrow, Placement, Use
+from .place import Arrow, Placement, Use, wants_grad
 
 ArgPath = tuple[int | str, ...]
 
@@ -100,7 +100,7 @@ class Boundaries:
 
 def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     source, index = arrow.source, boundaries.index
-    uses = [u for u in index.uses[source] if arrow.kind != "enter" or u[0].op == "output" or u[0].meta.get("grad")]
+    uses = [u for u in index.uses[source] if arrow.kind != "enter" or u[0].op == "output" or wants_grad(u[0])]
     every = not arrow.users or len(arrow.users) == len(uses)
     outputs = [u for u in arrow.users if u[0].op == "output"]
     leaf = source.op == "call_module"

@@ -8,7 +8,7 @@ differently, a table of the wrong length show as shapes that differ, before anyt
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import fx, nn
 from .capture import CapturedGraph, capture
 from .comm import ShapeComm
 from .errors import PlanError
+from .captured import ModuleCall, map_nodes
 from .flow import describe, walk
+from .ints import plain
 from .solve import LocalShapes
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
     from .rewrite import rewrite
 
     captures = []
+    repeated = _alike(plan, found)
     seen: set[tuple[int, ...]] = set()
     for rank in range(plan.tp):
         sizes = tuple(split.size(rank) for split in found.choice.splits.values())
@@ -48,10 +51,91 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
         seen.add(sizes)
         local = hollow(model)
         rewrite(local, plan, ShapeComm(rank, plan.tp))
+        for call in repeated:
+            local.get_submodule(call.path).forward = _Standin(call.output)
         again = capture(local, **found.captured.inputs)
         compare(found, again, rank)
         captures.append(again)
     return captures
+
+
+class _Standin:
+    """In place of a layer that is like one before it: gives results of the same shapes, and computes nothing."""
+
+    def __init__(self, output: Any):
+        self.output = output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Standin:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return map_nodes(self.output, lambda n: torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype))
+
+
+def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
+    """The calls of layers that did, and are planned, exactly as an earlier layer of the same list: one of each kind is
+    checked, so that the check does not grow with the depth."""
+    index = found.index
+    lists = {f"{name}." for name, m in found.captured.skeleton.named_modules() if isinstance(m, nn.ModuleList)}
+    counts = Counter(call.path for call in found.captured.calls)
+    planned = _planned_by_layer(plan, lists)
+    first: set[Any] = set()
+    repeated = []
+    for call in found.captured.calls:
+        prefix = call.path[: call.path.rfind(".") + 1]
+        outputs = [v for _, v in walk(call.output) if isinstance(v, fx.Node)]
+        if prefix not in lists or counts[call.path] > 1 or any(n in found.placement.sharded for n in outputs):
+            continue
+        kind = (prefix, _recorded(index.nodes[call.first : call.last + 1], call.path), str(planned.get(call.path)))
+        if kind in first:
+            repeated.append(call)
+        first.add(kind)
+    return repeated
+
+
+def _recorded(nodes: list[fx.Node], path: str) -> Any:
+    """What a layer did, in terms of its own values: equal for layers that do the same."""
+    number = {node: i for i, node in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+
+    def own(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return number[value] if value in number else ("outside", outside.setdefault(value, len(outside)), _shape_of(value))
+        return plain(value) if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+    return tuple(
+        (n.op, str(n.target).removeprefix(path), _shape_of(n), tuple((p, own(v)) for p, v in walk((n.meta["args"], n.meta["kwargs"]))))
+        for n in nodes
+    )
+
+
+def _shape_of(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else str(type(value))
+
+
+def _planned_by_layer(plan: Plan, lists: set[str]) -> dict[str, list[Any]]:
+    """Per layer of a list, everything planned inside it, with names relative to it."""
+    found: dict[str, list[Any]] = defaultdict(list)
+
+    def add(name: str, what: Any) -> None:
+        for prefix in lists:
+            if name.startswith(prefix):
+                layer = prefix + name[len(prefix) :].split(".")[0]
+                found[layer].append((name[len(layer) :], what))
+
+    for name, p in plan.params.items():
+        add(name, (p.shape, p.layout, p.gradient, p.once))
+    for layer in plan.layers:
+        add(layer.module, (layer.kind, layer.options))
+    for i in plan.ints:
+        add(i.module, (i.name, i.local))
+    for a in plan.arguments:
+        add(a.where.module, (a.where.path, a.where.site and a.where.site.frames, a.local))
+    for c in plan.collectives:
+        for w in c.where:
+            add(w.module, (c.kind, c.enter, c.dims, w.kind, w.path, w.site and w.site.frames))
+    return found
 
 
 def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:

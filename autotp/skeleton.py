@@ -218,10 +218,13 @@ def _attributes(old: nn.Module, memo: dict[int, Any], packages: set[str]) -> dic
         elif isinstance(value, torch.Tensor):
             new[name] = memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo)
         else:
+            known = len(memo)
             try:
                 new[name] = copy.deepcopy(value, memo)
             except Exception:  # what cannot be copied (locks, streams, process groups) is shared
                 new[name] = value
+                while len(memo) > known:  # ids of what the attempt made and dropped: others may get them
+                    memo.popitem()
     return new
 
 

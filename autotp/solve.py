@@ -258,6 +258,10 @@ def _sizes(index: GraphIndex, node: fx.Node) -> Iterator[tuple[tuple[int | str, 
                 yield (key, i), (node, part[dim], None)
         elif out:
             yield (key,), (node, out[0][dim], None)
+    elif name in ("conv1d", "conv2d", "conv3d"):
+        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        if groups > 1 and out[1].size == groups:  # depthwise: as many groups as channels
+            yield ((6,) if len(args) > 6 else ("groups",)), (node, out[1], None)
     elif name == "narrow":
         source, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
         whole = index.axes.of[source][dim]
