@@ -31,8 +31,17 @@ def view(op: Op) -> Dims:
     return result
 
 
-@here(*everywhere("squeeze", "unsqueeze", "atleast_1d", "atleast_2d"))
+@here(*everywhere("squeeze"))
 def squeeze(op: Op) -> Dims:
+    x, dim = op.dims((0, "input")), op.varargs("dim", 1)
+    dims = range(len(x)) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    for i in dims:
+        op.forbid(x[i], "it would be dropped where a rank holds one element of it")
+    return unsqueeze(op)
+
+
+@here(*everywhere("unsqueeze", "atleast_1d", "atleast_2d"))
+def unsqueeze(op: Op) -> Dims:
     op.linear("each", (0, "input"))
     kept = iter([axis for axis in op.dims((0, "input")) if axis.size != 1])
     return [op.fresh(1) if size == 1 else next(kept) for size in op.shape]
