@@ -28,8 +28,8 @@ class NoRule(AutotpError):
 
 @dataclass(frozen=True)
 class Contract:
-    """The operation reduces over `axis`, so a sharded one leaves each rank with a part of the result (of several
-    results, the first).
+    """The operation reduces over `axis`, so a sharded one leaves each rank with a part of the result (of
+    several results, the first).
 
     how: `sum`, `mean`, `max`, `min` (what combines the parts), `lookup` (rows of a table: the rank that lacks
     a row adds zero), `norm` (statistics over the axis, which itself passes through). weight: the parameter it
