@@ -147,19 +147,24 @@ class _Extreme(Function):
 
 
 # ---------------------------------------------------------------- the arrows
+# Where no gradient is recorded there is none to type: the values alone, without autograd's bookkeeping.
 def enter(x: Tensor, comm: Comm) -> Tensor:
     """Replicate (whole) -> Replicate (partial). Identity; backward all-reduces the gradient."""
-    return x if comm.size == 1 else _Enter.apply(x, comm)
+    return x if comm.size == 1 or not torch.is_grad_enabled() else _Enter.apply(x, comm)
 
 
 def reduce(x: Tensor, comm: Comm) -> Tensor:
     """Partial -> Replicate (whole). All-reduce; backward is the identity."""
-    return x if comm.size == 1 else _Reduce.apply(x, comm)
+    if comm.size == 1:
+        return x
+    return _Reduce.apply(x, comm) if torch.is_grad_enabled() else comm.all_reduce(x)
 
 
 def reduce_enter(x: Tensor, comm: Comm) -> Tensor:
     """Partial -> Replicate (partial). All-reduce; backward too, as only sharded values use the result."""
-    return x if comm.size == 1 else _ReduceEnter.apply(x, comm)
+    if comm.size == 1:
+        return x
+    return _ReduceEnter.apply(x, comm) if torch.is_grad_enabled() else comm.all_reduce(x)
 
 
 def gather(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
@@ -167,7 +172,9 @@ def gather(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
 
     Of an index held by several slots the first one's value is used, and that slot alone gets its gradient.
     """
-    return x if _trivial(layout) else _Gather.apply(x, dim, layout, comm)
+    if _trivial(layout):
+        return x
+    return _Gather.apply(x, dim, layout, comm) if torch.is_grad_enabled() else gather_values(x, dim, layout, comm)
 
 
 def gather_enter(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
