@@ -5,7 +5,8 @@ from .capture import capture as capture
 from .errors import AutotpError as AutotpError
 from .plan import Plan as Plan
 from .planner import plan as plan
+from .rules import rule as rule
 from .state import full_state_dict as full_state_dict
 from .verify import verify as verify
 
-__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "parallelize", "plan", "verify"]
+__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "parallelize", "plan", "rule", "verify"]

@@ -50,3 +50,11 @@ class ShardStateError(AutotpError):
 
 class ModelSourceError(AutotpError):
     """What was given as a model on the command line is none."""
+
+
+class SearchError(AutotpError):
+    """What was asked of the search is inconsistent: no such cluster, or degrees that do not fit."""
+
+
+class CheckpointError(AutotpError):
+    """A checkpoint can't be read or written: entries missing, unexpected, of another shape, or damaged."""

@@ -240,7 +240,32 @@ def follow(
         return follow(index, axis, fills | made, gathered | frozenset(n for n in columns if n is not None))
     for node in [n for n in index.touching[axis] if n in flow.partial]:
         _reduce_late(index, flow, node)
+    for source in dict.fromkeys(e.source for e in flow.edges if e.kind == "slice"):
+        _slice_early(index, flow, source)
     return flow
+
+
+def _slice_early(index: GraphIndex, flow: Flow, source: fx.Node) -> None:
+    """Move a slice from inside a module up to the module's input, where what lies between runs on a slice as well."""
+    axis, call, node = flow.axis, index.enclosing[source], source
+    moved: list[fx.Node] = []
+    while call is not None and call.path and call.first <= index.order[node] <= call.last:
+        carrying = [op for op in index.operands[node] if axis in index.carried[op.node]]
+        facts = index.facts(node)
+        sliced = {(e.user, e.path) for e in flow.edges if e.source is node and e.kind == "slice"}
+        users_sliced = all(use in sliced or use[0] in moved for use in index.uses[node])
+        plain = facts is not None and not carries(facts.forbids, axis) and not carries(facts.contracts, axis)
+        if node.op != "call_function" or len(carrying) != 1 or not users_sliced or not plain or node.meta.get("mutates"):
+            return
+        moved.append(node)
+        node = carrying[0].node
+    if not moved or call is None:
+        return
+    flow.edges = [e for e in flow.edges if not (e.kind == "slice" and e.source in moved)]
+    flow.sharded.update(moved)
+    flow.inside.update(moved)
+    for path in [op.path for op in index.operands[moved[-1]] if op.node is node]:
+        flow.edges.append(Edge("slice", node, moved[-1], path, axis, "it meets a sharded value"))
 
 
 def _column_before(index: GraphIndex, node: fx.Node) -> fx.Node | None:

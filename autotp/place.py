@@ -17,7 +17,7 @@ from torch import fx
 
 from .axes import Axis
 from .choose import Choice
-from .flow import GraphIndex, _numel, describe
+from .flow import GraphIndex, _numel, describe, walk
 
 Use = tuple[fx.Node, tuple[int | str, ...]]
 
@@ -129,19 +129,32 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
             if region:
                 partial |= region
                 entering -= region
-    for node, arrow in reduced.items():
-        if arrow.kind == "gather":
+    for node in reversed(values):
+        if node in entering and node not in reduced:
+            region, inputs = _to_inputs(index, node, entering, inside, partial, reduced, converted, grad_uses)
+            if region:
+                partial |= region
+                entering = (entering - region) | inputs
+    for node in values:
+        if node not in reduced and (node.op != "call_module" or node in entering or node in inside or node in partial):
             continue
-        if node in entering or not wants_grad(node):
-            every = wants_grad(node) and all(_enters(u, p, inside, partial, converted) for u, p in grad_uses(node))
-            arrow.enter = every
+        arrow = reduced.get(node)
+        if arrow is not None and arrow.kind == "gather":
+            continue
+        if node in entering:
+            if arrow is not None:
+                arrow.enter = all(_enters(u, p, inside, partial, converted) for u, p in grad_uses(node))
         else:
             region = _downwards(index, node, entering, inside, reduced, converted, grad_uses)
-            if region and sum(_numel(n) for n in region & entering) >= _numel(node):
-                arrow.enter = True
+            shared = region & entering
+            if region and sum(_numel(n) for n in shared) >= _numel(node) and (arrow is not None or len(shared) > 1):
                 partial |= region
                 entering -= region
-        if arrow.enter:
+                if arrow is not None:
+                    arrow.enter = True
+                else:
+                    entering.add(node)
+        if arrow is not None and arrow.enter:
             entering.discard(node)
     result.partial_gradient = partial
     for node in values:
@@ -181,6 +194,44 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
     return region
 
 
+def _to_inputs(index, node, entering, inside, partial, reduced, converted, grad_uses) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What lies between a value made inside a module and the module's inputs, if it costs no more to enter there.
+
+    A module's boundary is the better place: how the module computes inside may differ from one call to the next.
+    """
+    call = index.enclosing[node]
+    if node.op == "call_module" or call is None or not call.path:
+        return set(), set()
+    if any(v is node for _, v in walk(call.output)):
+        return set(), set()  # it stands at a boundary already
+    body = set(index.nodes[call.first : call.last + 1])
+    given = {v for _, v in walk((call.args, call.kwargs)) if isinstance(v, fx.Node)}
+    region: set[fx.Node] = set()
+    inputs: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        value = todo.pop()
+        if value in region or value in inputs or value.op == "get_attr" or not wants_grad(value):
+            continue
+        if value not in body:
+            if value not in given:
+                return set(), set()
+            inputs.add(value)
+            continue
+        if value in reduced or value in inside or value.op == "placeholder":
+            return set(), set()
+        region.add(value)
+        todo += [op.node for op in index.operands[value]]
+    for value in (*region, *inputs):
+        uses = [(u, p) for u, p in grad_uses(value) if u in body or value in region]
+        if not all(u in region or _enters(u, p, inside, partial, converted) for u, p in uses):
+            return set(), set()
+    spared = sum(_numel(v) for v in region & entering)
+    if sum(_numel(v) for v in inputs if v not in entering) > spared:
+        return set(), set()
+    return region, inputs - partial
+
+
 def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> set[fx.Node]:
     """What is computed from a reduced value alone, if all of it ends in values that enter: the reduction can do it."""
     region: set[fx.Node] = set()
@@ -189,9 +240,10 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
         value = todo.pop()
         if value in region or value in inside:
             continue
-        if value.op != "call_function" or value in reduced or len(region) > 200:
+        if value.op not in ("call_function", "call_module") or value in reduced or len(region) > 200:
             return set()
-        if any(wants_grad(op.node) and op.node is not node and op.node not in region for op in index.operands[value]):
+        others = [op.node for op in index.operands[value] if op.node is not node and op.node not in region]
+        if any(wants_grad(other) and other.op != "get_attr" for other in others):
             return set()
         region.add(value)
         todo += [u for u, _ in grad_uses(value)]

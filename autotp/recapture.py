@@ -20,6 +20,7 @@ from .errors import PlanError
 from .captured import ModuleCall, map_nodes
 from .flow import describe, walk
 from .ints import plain
+from .realise import Where
 from .solve import LocalShapes
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
             local.get_submodule(call.path).forward = _Standin(call.output)
         again = capture(local, **found.captured.inputs)
         compare(found, again, rank)
+        compare_arrows(found, again, {call.path for call in repeated})
         captures.append(again)
     return captures
 
@@ -164,6 +166,41 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
         )
     if planned and not compared:
         raise PlanError("the rewritten model has nothing in common with the captured one; the model is unchanged")
+
+
+def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) -> None:
+    """Every arrow of the plan must have run, as often as planned: no more, no fewer. `left_out`: layers not run again."""
+
+    def counted(where: Where) -> bool:
+        boundary = where.module in left_out and where.kind in ("in", "out")  # hooks of a layer that is not run still run
+        return boundary or not any(f"{where.module}.".startswith(f"{path}.") for path in left_out)
+
+    calls = Counter(call.path for call in found.captured.calls)
+    planned: Counter[str] = Counter()
+    for arrow, places in found.realised.places:
+        for where in places:
+            if counted(where):
+                ran = calls[where.module] if where.site is None else 1
+                planned[_ARROWS.get((arrow.kind, arrow.enter), "other")] += ran
+    functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad")) is not None}
+    actual = Counter(functions.values())
+    for name in set(_ARROWS.values()):
+        if planned[name] != actual[name] and not planned["other"]:
+            raise PlanError(
+                f"{planned[name]} arrows of kind {name.strip('_').lower()} were planned and {actual[name]} ran (this is a "
+                "fault of autotp; the model is unchanged)"
+            )
+
+
+_ARROWS = {
+    ("enter", False): "_Enter",
+    ("reduce", False): "_Reduce",
+    ("reduce", True): "_ReduceEnter",
+    ("mean", False): "_Reduce",
+    ("mean", True): "_ReduceEnter",
+    ("gather", False): "_Gather",
+    ("slice", False): "_Slice",
+}
 
 
 def _by_place(captured: CapturedGraph) -> dict[Any, list[fx.Node]]:

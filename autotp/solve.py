@@ -170,13 +170,9 @@ def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: Loca
     """The fewest attributes made local under which no want is worse off and as many as possible come right."""
     original = {k: index.attribute(*k) for k in keys}
     options: dict[Key, list[int]] = {}
+    parts = _parts(choice, shapes.rank, {a for w in wants for a in w.axes})
     for key in sorted(keys):
-        images = {
-            original[key] * shapes.choice.splits[a].size(shapes.rank) // a.size
-            for w in wants
-            for a in w.axes
-            if key in _attrs(w) and original[key] * shapes.choice.splits[a].size(shapes.rank) % a.size == 0
-        }
+        images = {original[key] * part // whole for part, whole in parts if original[key] * part % whole == 0}
         images |= {w.wanted for w in wants if isinstance(_expr(_value(w)), Attr) and key in _attrs(w)}
         options[key] = sorted(images - {original[key]})[:6]
     movable = [k for k in sorted(options) if options[k]]
@@ -195,6 +191,17 @@ def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: Loca
         if best_score == len(wants):
             break
     return best
+
+
+def _parts(choice: Choice, rank: int, axes: set[Axis]) -> set[tuple[int, int]]:
+    """By which ratios sizes shrink on this rank: (local, whole) of each axis, and of key/value heads times groups."""
+    found = set()
+    for axis in axes:
+        split = choice.splits[axis]
+        found.add((split.size(rank), axis.size))
+        if split.partner is not None:
+            found.add((split.size(rank) * choice.splits[split.partner].size(rank), axis.size * split.partner.size))
+    return found
 
 
 def wanted_ints(index: GraphIndex, shapes: LocalShapes) -> Iterator[Want]:

@@ -1,0 +1,190 @@
+"""A checkpoint's files as lazy tensors by name: nothing is read but headers, and what is wrong is told by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .lazy import LazyTensor, lazy
+from .layouts import take_dim
+from .tensorfiles import ReadCounter, Region, read_header
+
+SAFE_INDEX, SAFE_FILE = "model.safetensors.index.json", "model.safetensors"
+PICKLE_INDEX, PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+SHOWN = 12  # names an error lists of each kind
+
+
+@dataclass
+class Checkpoint:
+    """`tensors`: by the names of the files. `counter`: the bytes that reading them has taken so far."""
+
+    path: Path
+    tensors: dict[str, LazyTensor]
+    counter: ReadCounter = field(default_factory=ReadCounter)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor that torch.load has given, mapped from its file where it can be."""
+
+    tensor: Tensor
+    counter: ReadCounter
+
+    def fill(self, dest: Tensor, region: Region) -> None:
+        part = self.tensor
+        for dim, ranges in enumerate(region):
+            part = take_dim(part, dim, ranges)
+        dest.copy_(part)
+        self.counter.bytes += part.numel() * part.element_size()
+
+
+def locate(source: str | Path) -> Path:
+    """The directory of `source`: itself, or where the hub's files of that id are (fetched when they are not here yet).
+
+    Raises CheckpointError where it is neither.
+    """
+    path = Path(source)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(f"{source} is no directory; to fetch it from a hub: pip install huggingface_hub.") from error
+    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=wanted))
+    except Exception as error:  # of the hub, the network or the name: all mean that there is no such checkpoint here
+        first = str(error).strip().splitlines()[:1]
+        raise CheckpointError(f"{source} is no directory, and no hub gave it: {''.join(first)}") from error
+
+
+def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
+    """The tensors of a directory in Hugging Face's layout, or of one .safetensors file.
+
+    allow_pickle: also read pytorch_model.bin, with torch's `weights_only`, which runs none of its code.
+    Raises CheckpointError, with all that is wrong, by name: files that are missing, cut off or damaged, entries of the
+    index that no file has.
+    """
+    if path.is_file():
+        return _open_safetensors(path.parent, {path.name: None})
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory.")
+    if (path / SAFE_INDEX).is_file():
+        return _open_safetensors(path, _indexed(path / SAFE_INDEX))
+    if (path / SAFE_FILE).is_file():
+        return _open_safetensors(path, {SAFE_FILE: None})
+    pickles = [name for name in (PICKLE_INDEX, PICKLE_FILE) if (path / name).is_file()]
+    if not pickles:
+        raise CheckpointError(f"{path} holds no weights: neither {SAFE_FILE} nor {SAFE_INDEX}.")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it is read with "
+            "weights_only, which runs none of its code), or convert it: from_pretrained and save_pretrained."
+        )
+    return _open_pickles(path, _indexed(path / PICKLE_INDEX) if pickles[0] == PICKLE_INDEX else {PICKLE_FILE: None})
+
+
+def _indexed(index: Path) -> dict[str, set[str] | None]:
+    """Which names each file must hold."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            files[file].add(name)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}. Fetch it again.") from error
+    outside = [file for file in files if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{index} names files outside of its directory: {outside[0]}")
+    return files
+
+
+def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Checkpoint:
+    found, wrong = Checkpoint(path, {}), []
+    for file, expected in files.items():
+        if not (path / file).is_file():
+            wrong.append(f"{file}: missing ({len(expected or ())} tensors)")
+            continue
+        tensors, _, faults = read_header(path / file, found.counter)
+        wrong += faults
+        if not faults:
+            wrong += [f"{file}: the index says it holds {name}, it does not" for name in sorted((expected or set()) - set(tensors))]
+        for name, tensor in tensors.items():
+            if expected is None or name in expected:
+                found.tensors[name] = lazy(tensor.shape, tensor.dtype, tensor)
+    _raise(path, wrong)
+    return found
+
+
+def _open_pickles(path: Path, files: Mapping[str, set[str] | None]) -> Checkpoint:
+    warnings.warn(
+        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only the rank's part.",
+        stacklevel=4,
+    )
+    found, wrong = Checkpoint(path, {}), []
+    for file in files:
+        if not (path / file).is_file():
+            wrong.append(f"{file}: missing")
+            continue
+        try:
+            state = _unpickled(path / file)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            wrong.append(f"{file}: {str(error).splitlines()[0]}")
+            continue
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor):
+                found.tensors[name] = lazy(tuple(tensor.shape), tensor.dtype, InMemory(tensor, found.counter))
+    _raise(path, wrong)
+    return found
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):  # files of before torch 1.6 can't be mapped
+            raise
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _raise(path: Path, wrong: list[str]) -> None:
+    if wrong:
+        raise CheckpointError(f"{path} can't be loaded:\n" + "\n".join(f"  {line}" for line in shortened(wrong)))
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """The first of many lines, and how many more there are."""
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two lazy tensors hold the same, read a block of rows at a time."""
+    from .lazy import fill
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    for region, shape in _row_blocks(a):
+        parts = [torch.empty(shape, dtype=a.dtype) for _ in range(2)]
+        for part, tensor in zip(parts, (a, b), strict=True):
+            fill(part, tensor, region)
+        if not torch.equal(*parts):
+            return False
+    return True
+
+
+def _row_blocks(tensor: Tensor, rows: int = 4096) -> Iterator[tuple[Region, tuple[int, ...]]]:
+    rest = tuple(((0, n),) for n in tensor.shape[1:])
+    for start in range(0, tensor.shape[0] if tensor.dim() else 0, rows):
+        stop = min(start + rows, tensor.shape[0])
+        yield (((start, stop),), *rest), (stop - start, *tensor.shape[1:])
+    if not tensor.dim():
+        yield (), ()

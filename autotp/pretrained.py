@@ -1,0 +1,206 @@
+"""transformers models without their weights: built on meta, their checkpoint's names and conversions followed, ties and
+buffers as `from_pretrained` makes them.
+
+All that is particular to transformers' loader stands in this file. The conversion is not reimplemented: transformers' own
+code runs on lazy tensors (`lazy.py`), on a hollow copy of the model, and what it puts there is the recipe for each
+parameter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Checkpoint, same_values, shortened
+from .errors import CheckpointError, ModelSourceError
+from .model_source import _class_of, quiet
+from .recapture import hollow
+
+# transformers patches torch and its own classes while it builds and initialises; simulated ranks share them.
+_PATCHING = threading.RLock()
+
+
+@contextmanager
+def _alone() -> Iterator[Any]:
+    """transformers, with its patches to ourselves and its progress bars off."""
+    with _PATCHING:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ModelSourceError("Loading a checkpoint needs transformers: pip install 'autotp[hf]'.") from error
+        logging = transformers.utils.logging
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            with quiet():
+                yield transformers
+        finally:
+            if bars:
+                logging.enable_progress_bar()
+
+
+def build_unloaded(path: Path, dtype: torch.dtype | None, floating: torch.dtype | None, **overrides: Any) -> nn.Module:
+    """The model of `path`'s config with all tensors on meta, untied, in eval mode.
+
+    dtype: of the parameters; None: the config's, else `floating` (the checkpoint's). Modules that transformers keeps in
+    float32 are. overrides: of the config. Raises ModelSourceError; CheckpointError for quantised weights.
+    """
+    with _alone() as transformers:
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(path), **overrides)
+        except Exception as error:  # transformers raises what it likes on a config
+            raise ModelSourceError(f"{path}: transformers can't read its config: {error}") from error
+        quantisation = getattr(config, "quantization_config", None)
+        if quantisation is not None:
+            raise CheckpointError(_quantised(path, quantisation))
+        cls: Any = _class_of(transformers, config, path / "config.json")
+        wanted = dtype or getattr(config, "dtype", None) or floating or torch.float32
+        for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
+            if part is not None:
+                part.dtype = wanted
+        config.name_or_path = str(path)
+        with ExitStack() as contexts:
+            for context in cls.get_init_context(wanted, False, False, None):
+                contexts.enter_context(context)
+            model = cls(config)
+        for pattern, kept in model._get_dtype_plan(wanted).items():
+            for name, p in model.named_parameters():
+                if pattern in name.split("."):
+                    p.data = p.data.to(kept)
+        return model.eval()
+
+
+def _quantised(path: Path, how: Any) -> str:
+    told = how if isinstance(how, Mapping) else vars(how)
+    method = told.get("quant_method", "a method it does not name")
+    return (
+        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed together with scales, and autotp "
+        "can't prove how to cut those. Load the unquantised checkpoint, or dequantise it first "
+        "(from_pretrained, model.dequantize(), save_pretrained)."
+    )
+
+
+def recipes(model: nn.Module, checkpoint: Checkpoint, *, allow_missing: bool, allow_unexpected: bool) -> dict[str, Tensor]:
+    """For each name of the model's state dict that the checkpoint has: a lazy tensor, renamed and converted.
+
+    Raises CheckpointError with every name that is missing, unexpected, of another shape, or that could not be converted.
+    Nothing is read.
+    """
+    expected = model.state_dict()
+    dtypes = {name: tensor.dtype for name, tensor in expected.items() if isinstance(tensor, Tensor)}
+    if hasattr(model, "base_model_prefix"):
+        found, missing, unexpected, wrong = _converted(model, checkpoint)
+    else:
+        found = {n: t for n, t in checkpoint.tensors.items() if n in dtypes}
+        wrong = [_other_shape(n, t.shape, expected[n].shape) for n, t in found.items() if t.shape != expected[n].shape]
+        missing, unexpected = set(dtypes) - set(found), set(checkpoint.tensors) - set(dtypes)
+    missing -= _tied_to_present(model, set(found))
+    told = [] if allow_missing else [f"missing: {name}" for name in sorted(missing)]
+    told = shortened(told) + shortened(sorted(wrong))
+    told += [] if allow_unexpected else shortened([f"unexpected: {name}" for name in sorted(unexpected)])
+    if told:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit {type(model).__name__}:\n" + "\n".join(f"  {line}" for line in told)
+            + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out what is unexpected."
+        )
+    return {name: t if t.dtype == dtypes[name] else t.to(dtypes[name]) for name, t in found.items()}
+
+
+def _other_shape(name: str, got: Any, want: Any) -> str:
+    return f"shape: {name} is {list(got)} in the checkpoint, {list(want)} in the model"
+
+
+def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], set[str], set[str], list[str]]:
+    """What transformers makes of the checkpoint's tensors: found, missing, unexpected, and what went wrong."""
+    with _alone():
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        twin: Any = hollow(model)
+        mapping = get_model_conversion_mapping(twin)
+        dtype = model.config.dtype
+        how = LoadStateDictConfig(dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping)
+        info, _ = convert_and_load_state_dict_in_model(twin, dict(checkpoint.tensors), how)
+        model._weight_conversions = twin._weight_conversions  # saving goes the same way back
+        shapes = [_other_shape(*entry) for entry in info.mismatched_keys]
+        errors = [f"conversion: {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
+        model._adjust_missing_and_unexpected_keys(info)
+        found = {
+            name: tensor
+            for name, tensor in twin.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor) and hasattr(tensor, "source")
+        }
+        missing = set(info.missing_keys) - {entry.split(":")[1].strip() for entry in errors}
+        return found, missing, set(info.unexpected_keys), shapes + errors
+
+
+def _tied_to_present(model: nn.Module, present: set[str]) -> set[str]:
+    """Names that need no tensor of their own: tied to one that is there."""
+    groups: dict[str, set[str]] = {}
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        groups.setdefault(source, {source}).add(target)
+    by_tensor: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(p), set()).add(name)
+    return {n for group in (*groups.values(), *by_tensor.values()) if group & present for n in group - present}
+
+
+def untied(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
+    """Names the config ties to another, while the checkpoint has both, with different values: those stay apart."""
+    ties = getattr(model, "all_tied_weights_keys", {})
+    return [t for t, s in ties.items() if t in found and s in found and not same_values(found[t], found[s])]
+
+
+def tie(model: Any, found: Mapping[str, Tensor], apart: list[str]) -> None:
+    """Tie the model's parameters as its config says, but for `apart`."""
+    if not hasattr(model, "all_tied_weights_keys"):
+        return
+    for name in apart:
+        model.all_tied_weights_keys.pop(name, None)
+    missing = {n for n in model.state_dict() if n not in found}
+    missing |= {t for t, s in model.all_tied_weights_keys.items() if s in found}  # the same values: one of them will do
+    with _alone():
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def initialise_rest(model: Any, found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give a real tensor to what no checkpoint holds: buffers that are computed (rotary frequencies and the like), and
+    what was allowed to be missing."""
+    present = {id(t) for n, t in model.state_dict(keep_vars=True).items() if n in found}
+    rest = [(m, n, t) for m in model.modules() for n, t in (*m._parameters.items(), *m._buffers.items())
+            if t is not None and t.device.type == "meta" and id(t) not in present]  # fmt: skip
+    if not rest:
+        return
+    if not hasattr(model, "initialize_weights"):
+        names = [n for n, b in model.named_buffers() if any(b is t for _, _, t in rest)]
+        raise CheckpointError(
+            f"{type(model).__name__} makes {', '.join(names[:5])} itself, which can't be done again from outside. Build it "
+            "off meta, or register them as persistent buffers."
+        )
+    real: dict[int, Tensor] = {}
+    for module, name, tensor in rest:
+        if id(tensor) not in real:
+            empty = torch.empty_like(tensor, device=device)
+            real[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        setattr(module, name, real[id(tensor)])
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = id(tensor) in present  # type: ignore[union-attr]
+    with _alone():
+        model.initialize_weights()
+
+
+def adopt_generation_config(model: Any, path: Path) -> None:
+    """The checkpoint's generation config, as `from_pretrained` finds it."""
+    if hasattr(model, "adjust_generation_fn") and model.can_generate():
+        with _alone():
+            model.adjust_generation_fn(
+                None, False, None, str(path), cache_dir=None, force_download=False, proxies=None,
+                local_files_only=True, token=None, revision=None, subfolder="", trust_remote_code=False,
+            )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Bytes on each pipeline stage of one rank: weights, gradients, optimizer, activations, logits, cache, and what is reserved.
+
+Weights and optimizer, mixed precision with Adam (Rajbhandari et al., 2020; Korthikanti et al., 2022): 2 bytes of weight,
+the gradient as it is accumulated, and 12 bytes of master weight and moments. ZeRO 1 divides the 12 over the data-parallel
+ranks, 2 the gradients too, 3 the weights too (but for the layer at work, gathered, and the next).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cluster import Cluster
+from .counts import Shares, Unit, Workload, share
+from .cost import BYTES
+
+Array = np.ndarray
+OPTIMIZER = 12.0  # bytes of a parameter's master copy and Adam moments
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that one micro-batch keeps of one unit until its backward, and the most it holds while it runs again."""
+
+    kept: Array
+    transient: Array
+
+
+def saved(unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width: float, fused: bool, recompute: str) -> Saved:
+    """Activations of a unit. recompute: `none`; `selective` (an attention's scores are made again); `full` (all but its
+    input)."""
+    divide = np.where(sp > 0, tp, 1)
+    scale = micro_batch / cp
+    traffic = unit.traffic
+    whole = width * Shares(traffic.saved).local(tp, divide) + Shares(traffic.masks).local(tp, divide)
+    scores = np.zeros(tp.shape)
+    if not fused:
+        for a in unit.attentions:
+            # softmax's result, dropout's mask and result; without dropout the result alone
+            per = 2 * width + 1 if a.dropout else width
+            scores = scores + per * a.heads * share(tp, a.heads) * a.queries / cp * a.keys
+            whole = whole - width * a.heads * a.queries * a.value_size * 0
+    if recompute == "full" and unit.layer:
+        kept = width * unit.output / divide * scale
+        return Saved(kept, (whole + scores) * scale)
+    if recompute == "selective" or fused:
+        return Saved(whole * scale, scores * scale)
+    return Saved((whole + scores) * scale, np.zeros(tp.shape))
+
+
+def state(params: Array, dp: Array, zero: Array, gradient_bytes: float, dtype: str) -> tuple[Array, Array, Array]:
+    """Bytes of weights, gradients and optimizer state of `params` parameters on a rank."""
+    weight = 4.0 if dtype == "fp32" else 2.0
+    return (
+        params * weight / np.where(zero >= 3, dp, 1),
+        params * gradient_bytes / np.where(zero >= 2, dp, 1),
+        params * (OPTIMIZER - (4.0 if dtype == "fp32" else 0.0)) / np.where(zero >= 1, dp, 1),
+    )
+
+
+def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Array:
+    """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis. Tied ones
+    stand on the first and the last."""
+    result = [sum((workload.units[i].params.local(tp) for i in stage), np.zeros(tp.shape)) for stage in stages]
+    if len(stages) > 1:
+        result[-1] = result[-1] + workload.tied.local(tp)
+    return np.stack(result, -1)
+
+
+def logits(workload: Workload, tp: Array, micro_batch: Array, cp: Array) -> Array:
+    """Bytes at the loss: the logits in 16 and in 32 bits, and the softmax that its backward needs."""
+    return workload.logits.local(tp, 1) * micro_batch / cp * 10.0
+
+
+def cache(unit: Unit, tp: Array, sequences: Array, context: float, dtype: str) -> Array:
+    """Bytes of a unit's keys and values of `sequences` sequences of `context` tokens."""
+    width = max(1.0, BYTES[dtype])
+    total = np.zeros(tp.shape)
+    for a in unit.attentions:
+        total = total + a.kv_heads * share(tp, a.kv_heads) * (a.size + a.value_size) * context * width
+    return total * sequences
+
+
+def usable(cluster: Cluster) -> float:
+    """Bytes of a GPU that a program can fill."""
+    return cluster.gpu.memory * 1e9

@@ -1,0 +1,195 @@
+"""`load`: from a checkpoint straight to each rank's shards. No rank reads or holds more than it keeps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .api import parallelize
+from .checkpoint import locate, open_checkpoint
+from .comm import Comm, ProcessComm, agree, attach
+from .errors import AutotpError, CheckpointError, PlanError
+from .lazy import fill
+from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
+from .tensorfiles import Region, whole_region
+
+
+def load(
+    path: str | Path,
+    tp: int | None = None,
+    pp: int = 1,
+    dp: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    policy: Any = None,
+    strict: bool = False,
+    example_inputs: Any = None,
+    comm: Comm | None = None,
+    allow_pickle: bool = False,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    progress: bool | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it keeps.
+
+    path: a directory in Hugging Face's layout, or a hub id. tp, policy, strict, example_inputs, comm: as for
+    `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for this process's GPU
+    where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there are no others, with torch's
+    weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's values). allow_unexpected: leave out what
+    the model has no place for. progress: a bar on rank 0 (None: when stderr is a terminal). overrides: entries of the
+    config (`attn_implementation="sdpa"`).
+
+    Checkpoints that transformers converts on load (fused or split experts, other names) are converted first, cut after.
+
+    Every rank must call it. Raises CheckpointError, with names, before anything is allocated: entries that are missing,
+    unexpected, of another shape, truncated or damaged files, quantised weights, pickles that were not asked for. Raises
+    ModelSourceError for the config, and what `parallelize` raises.
+    """
+    if pp != 1 or dp != 1:
+        raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
+    ranks = comm if comm is not None else attach(tp)
+    where = torch.device(device) if device is not None else default_device(ranks)
+    with together(ranks):
+        root = _fetched(path, ranks)
+        checkpoint = open_checkpoint(root, allow_pickle)
+        floating = next((t.dtype for t in checkpoint.tensors.values() if t.is_floating_point()), None)
+        model = build_unloaded(root, dtype, floating, **overrides)
+        found = recipes(model, checkpoint, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
+    with together(ranks):
+        apart = untied(model, found) if ranks.rank == 0 else []
+    tie(model, found, ranks.exchange(apart)[0])
+    initialise_rest(model, found, where)
+    parallelize(model, tp, policy=policy, strict=strict, example_inputs=example_inputs, comm=ranks)
+    with together(ranks):
+        fill_shards(model, found, where, _bar(progress, ranks))
+        adopt_generation_config(model, root)
+    return model
+
+
+def _fetched(path: str | Path, comm: Comm) -> Path:
+    """`locate`, rank 0 first: it fetches, the others find what it fetched."""
+    if Path(path).exists() or comm.size == 1:
+        return locate(path)
+    first: Path | BaseException | None = None
+    if comm.rank == 0:
+        try:
+            first = locate(path)
+        except AutotpError as error:
+            first = error
+    told = comm.exchange(first)[0]
+    if isinstance(told, BaseException):
+        raise told
+    return locate(path)
+
+
+@contextmanager
+def together(comm: Comm) -> Iterator[None]:
+    """What every rank must get through: where one fails, all raise, the failed ones their own error."""
+    failed: Exception | None = None
+    try:
+        yield
+    except (AutotpError, OSError) as error:
+        failed = error
+    if comm.size == 1:
+        if failed is not None:
+            raise failed
+        return
+    try:
+        agree(comm, failed if failed is not None else "")
+    except AutotpError as error:
+        raise (failed or error) from None
+
+
+def default_device(comm: Comm) -> torch.device:
+    """This process's GPU where the ranks talk over NCCL (or there is one rank, and a GPU), else the CPU."""
+    if torch.cuda.is_available():
+        alone = comm.size == 1 and not dist.is_initialized()
+        nccl = isinstance(comm, ProcessComm) and "nccl" in str(dist.get_backend_config(comm.group))
+        if alone or nccl:
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+Progress = Callable[[int, int], None]  # bytes done now, bytes in all
+
+
+def fill_shards(model: nn.Module, found: Mapping[str, Tensor], device: torch.device, told: Progress) -> None:
+    """Replace every meta tensor of a parallelized model by this rank's part of what `found` has for one of its names.
+
+    Raises CheckpointError when a tensor has no recipe.
+    """
+    state: Any = getattr(model, "autotp", None)
+    held = {} if state is None else state.held
+    rank = 0 if state is None else state.comm.rank
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if tensor.device.type == "meta":
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    lost = [mine[0] for mine in names.values() if not any(n in found for n in mine)]
+    if lost:
+        raise CheckpointError(f"nothing was found to fill {', '.join(sorted(lost)[:8])}: this is a fault of autotp.")
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    real: dict[int, Tensor] = {}
+    for key, tensor in tensors.items():
+        how = next((held[n] for n in names[key] if n in held), None)
+        source = next(found[n] for n in names[key] if n in found)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if how is not None and how.once and rank > 0:
+            values.zero_()
+        else:
+            fill(values, source, _kept(source, how.layout if how is not None else None, rank))
+        real[key] = _like(tensor, values)
+        told(values.numel() * values.element_size(), total)
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, old in own.items():
+                if old is not None and id(old) in real:
+                    own[name] = real[id(old)]  # type: ignore[assignment]
+    if state is not None:
+        state.watch()
+
+
+def _kept(source: Tensor, layout: Any, rank: int) -> Region:
+    region = whole_region(source.shape)
+    if layout is None:
+        return region
+    return tuple(layout.dims[d][rank] if d in layout.dims else ranges for d, ranges in enumerate(region))
+
+
+def _like(old: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(old, nn.Parameter):
+        return values
+    new = nn.Parameter(values, old.requires_grad and (values.is_floating_point() or values.is_complex()))
+    vars(new).update(vars(old))
+    return new
+
+
+def _bar(asked: bool | None, comm: Comm) -> Progress:
+    if comm.rank > 0 or not (asked if asked is not None else sys.stderr.isatty()):
+        return lambda now, total: None
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console)
+    task = bar.add_task("loading", total=None)
+
+    def told(now: int, total: int) -> None:
+        bar.start()
+        bar.update(task, total=total)
+        bar.advance(task, now)
+        if bar.finished:
+            bar.stop()
+
+    return told
