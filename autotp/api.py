@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .comm import Comm, agree, attach
-from .errors import AutotpError, PlanError
+from .errors import AutotpError, CaptureError, LaunchError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
+from .plan import Plan
 from .planner import plan as make_plan
 from .planner import warn_replicated
 from .rewrite import rewrite
@@ -45,6 +46,11 @@ def parallelize(
     """
     if pp != 1 or dp != 1:
         raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
+    if tp is not None and tp < 1:
+        raise LaunchError(f"tp={tp}: give the number of processes to split over, at least 1; None takes all.")
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        kind = type(model).__name__
+        raise CaptureError(f"{kind} is no torch.nn.Module with a forward in Python: give the model itself.")
     ranks = comm if comm is not None else attach(tp)
     if tp is not None and ranks.size != tp:
         raise PlanError(f"tp={tp}, but there are {ranks.size} ranks.")
@@ -58,8 +64,8 @@ def parallelize(
             raise PlanError(_nothing_split(decided))
         if ranks.rank == 0 or strict:
             warn_replicated(decided, strict)
-        outcome = f"{decided.digest} ({decided.model})"
-    except (AutotpError, NotImplementedError) as error:
+        outcome = _for_comparison(decided)
+    except Exception as error:  # of any kind: the other ranks must hear of it
         outcome = error
     if ranks.size == 1 and isinstance(outcome, BaseException):
         raise outcome
@@ -78,7 +84,13 @@ def parallelize(
     return model
 
 
-def _nothing_split(plan: Any) -> str:
+def _for_comparison(plan: Plan) -> str:
+    """The plan as lines of which the first that differs tells most, for `agree`."""
+    params = [f"{name} {list(p.shape)}, {p.placement}" for name, p in plan.params.items()]
+    return "\n".join([plan.model, f"tp={plan.tp}", *params, f"a plan of digest {plan.digest}"])
+
+
+def _nothing_split(plan: Plan) -> str:
     reasons = [f"  {name}: {why}" for name, why in list(plan.kept.items())[:8]]
     return f"tp={plan.tp} splits nothing of {plan.model}; a smaller tp may. Why:\n" + "\n".join(reasons)
 
