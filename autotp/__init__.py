@@ -5,8 +5,9 @@ from .capture import capture as capture
 from .errors import AutotpError as AutotpError
 from .plan import Plan as Plan
 from .planner import plan as plan
+from .search import predict as predict
 from .rules import rule as rule
 from .state import full_state_dict as full_state_dict
 from .verify import verify as verify
 
-__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "parallelize", "plan", "rule", "verify"]
+__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "parallelize", "plan", "predict", "rule", "verify"]
