@@ -102,6 +102,42 @@ class ParallelDropout(nn.Dropout):
             return super().forward(input)
 
 
+class RegionRng:
+    """Random numbers that differ by rank from the call of one module to the call of another, in training.
+
+    Between a column-parallel and a row-parallel layer all values are sharded: dropout that is called there as a function
+    must drop other elements on every rank.
+    """
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self.running: contextlib.AbstractContextManager[None] | None = None
+
+    @classmethod
+    def install(cls, first: nn.Module, last: nn.Module, comm: Comm) -> None:
+        """From the call of `first` to that of `last`."""
+        region = cls(comm)
+        first.register_forward_pre_hook(region.start)
+        last.register_forward_pre_hook(region.stop)
+
+    def start(self, module: nn.Module, args: Any) -> None:
+        if module.training and self.running is None and not any(isinstance(a, FakeTensor) for a in args):
+            self.running = rank_rng(self.comm, _device(module))
+            self.running.__enter__()
+
+    def stop(self, module: nn.Module, args: Any) -> None:
+        if self.running is not None:
+            running, self.running = self.running, None
+            running.__exit__(None, None, None)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """May this module drop anything in training? Told by its nn.Dropout children and by rates it keeps as numbers."""
+    rates = [v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)]
+    rates += [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
+    return any(rate > 0 for rate in rates)
+
+
 def synchronise_rng(model: nn.Module, comm: Comm) -> RemovableHandle:
     """In training, all ranks take rank 0's random state at each forward of `model`.
 

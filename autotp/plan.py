@@ -110,6 +110,15 @@ class LocalArgument:
 
 
 @dataclass(frozen=True)
+class Region:
+    """From the call of module `first` to that of `last`, in `owner`, dropout is called on sharded values."""
+
+    first: str
+    last: str
+    owner: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What `autotp.plan` decided for `model` over `tp` ranks."""
 
@@ -124,6 +133,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
     observed: tuple[Collective, ...] = ()  # gathers of what only a hook or a caller's request sees (attention weights)
+    regions: tuple[Region, ...] = ()
     precision: str = "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
 
     @cached_property

@@ -28,7 +28,7 @@ from .layouts import ParamLayout
 from .local import dim_layout
 from .outputs import seen_from_outside
 from .place import Arrow, Placement, place
-from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, SliceDim
+from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, Region, SliceDim
 from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .recapture import check_plan, hollow
@@ -196,6 +196,7 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         kept=kept,
         notes=(*(f"{describe(node)}: {why}" for node, why in index.axes.unknown), *found.policy.notes),
         roles=found.policy.roles,
+        regions=tuple(dict.fromkeys(_regions(found))),
         precision=_precision(found.captured),
         observed=tuple(_observed(found, tp)),
     )
@@ -208,6 +209,21 @@ def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
         arrow = Arrow("gather", node, (), frozenset(found.choice.flows), why)
         size = value.numel() * value.element_size()
         yield Collective("gather", (where,), tuple(value.shape), size, why, dims=_slice_dims(found, arrow, tp))
+
+
+def _regions(found: Analysis) -> Iterator[Region]:
+    """Where dropout is called as a function on sharded values: between a column and the row that reduces."""
+    index, order = found.index, found.index.order
+    for flow in found.choice.flows.values():
+        inside = sorted(flow.inside, key=order.__getitem__)
+        leaf_calls = [n for n in inside if n.op == "call_module"]
+        for node in inside:
+            if getattr(node.target, "__name__", "") not in ("dropout", "scaled_dot_product_attention"):
+                continue
+            before = [n for n in leaf_calls if order[n] < order[node] and index.enclosing[n] is index.enclosing[node]]
+            after = [n for n in leaf_calls if order[n] > order[node] and n in flow.partial]
+            if before and after:
+                yield Region(str(before[0].target), str(after[0].target), str(node.meta["scope"]))
 
 
 def _precision(captured: CapturedGraph) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import collectives, layers
 from .comm import Comm
 from .errors import AutotpError, PlanError
+from .generation import ParallelDropout, RegionRng, has_dropout
 from .layers import shard_parameter
 from .layouts import Layout, ParamLayout, local_size
 from .outputs import LookedAt, Request, ShowWhole
@@ -46,6 +47,9 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     for local in plan.ints:
         set_attribute(model.get_submodule(local.module), local.name, local.local[comm.rank])
     at_results: list[tuple[str, ResultHook]] = []
+    for region in plan.regions:
+        if has_dropout(model.get_submodule(region.owner)):
+            RegionRng.install(model.get_submodule(region.first), model.get_submodule(region.last), comm)
     patches: dict[str, dict[Site, _Patch]] = defaultdict(lambda: defaultdict(_Patch))
     for argument in plan.arguments:
         assert argument.where.site is not None
@@ -155,8 +159,6 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
         layers.make_attention(module, layout("in_proj_weight", 0), comm, reduce=how, enter=False)
     elif layer.kind == "dropout":
-        from .generation import ParallelDropout
-
         ParallelDropout.swap(module, comm)
     else:
         raise PlanError(f"{layer.module}: no layer of kind {layer.kind!r}")
