@@ -174,7 +174,8 @@ def gather(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
     """
     if _trivial(layout):
         return x
-    return _Gather.apply(x, dim, layout, comm) if torch.is_grad_enabled() else gather_values(x, dim, layout, comm)
+    give = _Gather.apply if torch.is_grad_enabled() else gather_values
+    return give(x, dim, layout, comm)
 
 
 def gather_enter(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:

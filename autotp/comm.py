@@ -74,7 +74,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_DIRECT_BYTES = 2**17       # above this a ring beats direct exchange among more than two (measured at 3 and 4)
+_DIRECT_BYTES = 2**17       # above this a ring beats direct exchange among more than two (3 and 4 measured)
 _DIRECT_TAG = 7919          # not the default tag: a caller's own messages in the group stay apart
 
 
@@ -83,7 +83,8 @@ class ProcessComm(Comm):
 
     On the CPU, tensors go from each rank to each other one directly, where that is quicker. Gloo runs
     collectives on threads of its own, in several steps, but sends and receives from the caller's: half the
-    time for two ranks, and less when cores are short. Ranks are combined in rank order: all get the same bits.
+    time for two ranks, and less when cores are short. Tensors are combined in rank order: all ranks get the
+    same bits.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -109,7 +110,8 @@ class ProcessComm(Comm):
         found = [own if rank == self.rank else own.new_empty(shape) for rank, shape in enumerate(shapes)]
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = [dist.isend(own, group=self.group, group_dst=peer, tag=_DIRECT_TAG) for peer in peers]
-        works += [dist.irecv(found[peer], group=self.group, group_src=peer, tag=_DIRECT_TAG) for peer in peers]
+        works += [dist.irecv(found[peer], group=self.group, group_src=peer, tag=_DIRECT_TAG)
+                  for peer in peers]
         for work in works:
             assert work is not None              # None is for ranks outside of the group
             work.wait()
@@ -267,7 +269,8 @@ class ThreadComm(Comm):
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         _refuse_grad(x)
         what = f"all_reduce({op}, {list(x.shape)}, {x.dtype})"
-        return self._meeting.meet(self.rank, what, x.detach(), functools.partial(functools.reduce, _COMBINE[op])).clone()
+        combine = functools.partial(functools.reduce, _COMBINE[op])
+        return self._meeting.meet(self.rank, what, x.detach(), combine).clone()
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         _refuse_grad(x)
