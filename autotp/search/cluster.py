@@ -70,12 +70,14 @@ class Software:
     launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times that. tp_overlap,
     dp_overlap: the share of such communication that can hide behind computation. gradient_bytes: of a gradient that is
     accumulated and reduced. reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model.
-    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph.
+    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle: by how much
+    launch-bound ranks of tp=8 hold each other up.
     """
 
     fused_attention: bool = True
     launch_us: float = 20.0
     decode_launch_us: float = 2.0
+    straggle: float = 0.25
     tp_overlap: float = 0.0
     dp_overlap: float = 0.0
     pp_overlap: float = 0.0

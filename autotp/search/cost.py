@@ -159,10 +159,13 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     forward = forward + region_time(cluster, Shares(t.forward), s, t.kernels)
     backward = backward + region_time(cluster, Shares(t.backward), s, t.kernels)
     kernels = len(unit.products) + t.kernels + len(unit.attentions) * (1 if s.fused else 4)
-    launching = np.where(s.tp > 1, kernels + sum(m.when == "forward" for m in unit.messages) * 2, kernels) * cluster.software.launch_us * 1e-6
+    # Ranks that are launch-bound wait for the slowest of them at every collective.
+    waiting = 1 + cluster.software.straggle * (s.tp / 8.0) ** 2 * (s.tp > 1)
+    launching = kernels * cluster.software.launch_us * 1e-6 * waiting
+    ahead, back = messages_time(cluster, unit, s, "forward"), messages_time(cluster, unit, s, "backward")
     if unit.layer:
-        forward, backward = np.maximum(forward, launching), np.maximum(backward, 2 * launching)
-    return Passes(forward, backward, again, messages_time(cluster, unit, s, "forward"), messages_time(cluster, unit, s, "backward"))
+        forward, backward = np.maximum(forward, launching - ahead), np.maximum(backward, 2 * launching - back)
+    return Passes(forward, backward, again, ahead, back)
 
 
 def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, Array]:
