@@ -62,7 +62,7 @@ def parallelize(
         decided = make_plan(model, ranks.size, policy, example_inputs=example_inputs)
         if ranks.size > 1 and not any(p.layout for p in decided.params.values()):
             raise PlanError(_nothing_split(decided))
-        if ranks.rank == 0 or strict:
+        if ranks.size > 1 and (ranks.rank == 0 or strict):
             warn_replicated(decided, strict)
         outcome = _for_comparison(decided)
     except Exception as error:  # of any kind: the other ranks must hear of it
