@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from .captured import CapturedGraph, ModuleCall
-from .errors import CaptureError
+from .errors import AutotpError, CaptureError
 from .inputs import example_inputs
 from .nested import map_parts, tensors_in
 from .recorder import Recorder, intercepting
@@ -103,7 +103,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _explained(error: Exception, recorder: Recorder) -> CaptureError:
+def _explained(error: Exception, recorder: Recorder) -> AutotpError:
     path = recorder.scopes[-1][0] if recorder.scopes else ""
     site = Site(path, tuple(frames_of(error.__traceback__))[-1:])
     if isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)):
@@ -111,8 +111,8 @@ def _explained(error: Exception, recorder: Recorder) -> CaptureError:
             f"{site} needs the values of a tensor ({error.func}); a capture has only shapes and dtypes. "
             "Decide there on shapes or settings, use torch.where or masks, or set the model so that it does "
             "not go this way."
-        )
+        ).at(path)
     return CaptureError(
         f"{site} raised {type(error).__name__} while the model was recorded on fake tensors: {error}. Check "
         "that the model runs on inputs of these shapes; pass others as example inputs."
-    )
+    ).at(path)

@@ -150,8 +150,13 @@ def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, 
     if axis.size * partner.size < parts:
         return f"{axis.size} x {partner.size} heads are fewer than the {parts} ranks"
     other = follow(index, partner)
-    stray = other.problems or [
-        e.why for e in other.edges if e.kind in ("gather", "stat") or (e.kind == "reduce" and not _shared(flow, other))
+    repeated = [
+        f"{describe(e.source)}: statistics over key/value heads that several ranks hold"
+        for e in flow.edges
+        if e.kind == "stat" and all(partner not in leaves(c.axis) for c in index.axes.facts[e.source].contracts)
+    ]
+    stray = other.problems or repeated or [
+        e.why for e in other.edges if e.kind == "gather" or (e.kind == "reduce" and not _shared(flow, other))
     ]
     if stray:
         return f"its size {axis.size} is below the {parts} ranks, and the groups under it can't be split: {stray[0]}"

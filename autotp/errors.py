@@ -5,7 +5,14 @@ Each message says what happened, where (module path, file:line of the model's ow
 
 
 class AutotpError(Exception):
-    """Base of all errors raised by autotp."""
+    """Base of all errors raised by autotp. `module`: the path of the module it concerns, where there is one."""
+
+    module: str | None = None
+
+    def at(self, module: str) -> "AutotpError":
+        """This error, told of its module."""
+        self.module = module
+        return self
 
 
 class CaptureError(AutotpError):

@@ -115,6 +115,8 @@ class GraphIndex:
         self._tensors()
         self._axes()
         self.enclosing = self._enclosing()
+        self.used_params = {str(n.target) for n in self.nodes if n.op == "get_attr"}
+        self.used_params |= {name for names in self.module_params.values() for name in names.values()}
         lookups = {c.weight for f in axes.facts.values() for c in f.contracts if c.how == "lookup"}
         matrices = [p.numel() for n, p in captured.skeleton.named_parameters() if p.ndim > 1 and n not in lookups]
         self.largest_weight = max(matrices, default=0)

@@ -19,7 +19,7 @@ from torch import fx, nn
 from .axes import Axis, factors, leaves, product, show
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
-from .errors import PlanError
+from .errors import AutotpError, PlanError
 from .flow import Flow, GraphIndex, describe, tensors_of
 from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
@@ -57,11 +57,14 @@ def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, 
     """
     captured = capture(model, **(inputs if inputs is not None else make_inputs(model)))
     index = GraphIndex(captured, propagate(captured))
-    bound = (policy or Policy()).bind(index, tp)
-    refused: dict[Axis, str] = {}
+    return decide(index, tp, (policy or Policy()).bind(index, tp), {})
+
+
+def decide(index: GraphIndex, tp: int, policy: BoundPolicy, refused: dict[Axis, str]) -> Analysis:
+    """Choose axes other than the `refused` ones (which grow by those that turn out to be impossible)."""
 
     def allow(axis: Axis, flow: Flow) -> str | None:
-        return refused.get(axis) or bound.veto(axis, flow)
+        return refused.get(axis) or policy.veto(axis, flow)
 
     while True:
         choice = choose(index, tp, allow)
@@ -76,8 +79,22 @@ def analyse(model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, 
         if not given_up:
             if problems:
                 raise PlanError(f"no axis explains these problems: {[why for why, _ in problems][:3]}")
-            return Analysis(captured, index, choice, placement, realised, solutions, bound)
+            return Analysis(index.captured, index, choice, placement, realised, solutions, policy)
         refused.update(given_up)
+
+
+def _axes_in(found: Analysis, module: str) -> set[Axis]:
+    """The chosen axes that `module` computes with; its parent's where it has none."""
+    while module:
+        axes = {
+            axis
+            for axis, flow in found.choice.flows.items()
+            if any(f"{n.meta.get('scope')}.".startswith(f"{module}.") for n in flow.inside)
+        }
+        if axes:
+            return axes
+        module = module.rpartition(".")[0]
+    return set()
 
 
 def _nearest_axes(choice: Choice, node: fx.Node, axes: set[Axis]) -> set[Axis]:
@@ -167,11 +184,21 @@ def plan_and_analysis(
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = given_inputs(quiet, example_inputs)
     found = analyse(quiet, tp, inputs, load(policy))
-    result = to_plan(model, found, tp)
-    found.policy.check(result, found.index)
-    if check and tp > 1:
-        check_plan(quiet, result, found)
-    return result, found
+    refused: dict[Axis, str] = {}
+    while True:
+        result = to_plan(model, found, tp)
+        found.policy.check(result, found.index)
+        if not check or tp == 1:
+            return result, found
+        try:
+            check_plan(quiet, result, found)
+            return result, found
+        except AutotpError as doubt:
+            axes = _axes_in(found, doubt.module or "")
+            if not axes:
+                raise
+            refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
+            found = decide(found.index, tp, found.policy, refused)
 
 
 def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:
@@ -281,8 +308,8 @@ def _why_sharded(index: GraphIndex, choice: Choice, name: str) -> str:
 
 
 def _why_kept(index: GraphIndex, choice: Choice, name: str) -> str:
-    if name not in index.axes.params:
-        return "it is not used by the captured forward"
+    if name not in index.used_params:
+        return "nothing in the captured run uses it; pass example_inputs that do"
     reasons = [
         f"axis of {a.size}: {choice.rejected[a]}" for a in index.param_leaves.get(name, ()) if a in choice.rejected
     ]
@@ -347,7 +374,8 @@ def _parallel_kind(index: GraphIndex, choice: Choice, node: fx.Node) -> str | No
 
 def _share(arrow: Arrow, choice: Choice, rank: int) -> tuple[int, int]:
     local, whole = 1, 1
-    for axis in arrow.axes:
+    axes = {a for axis in arrow.axes for a in (axis, choice.splits[axis].partner) if a is not None}
+    for axis in axes:
         local, whole = local * choice.splits[axis].size(rank), whole * axis.size
     return local, whole
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import fx, nn
 
 from .capture import CapturedGraph, capture
 from .comm import ShapeComm
-from .errors import PlanError
+from .errors import AutotpError, PlanError
 from .captured import ModuleCall, map_nodes
 from .flow import describe, walk
 from .ints import plain
 from .realise import Where
+from .skeleton import clone
 from .solve import LocalShapes
 
 if TYPE_CHECKING:
@@ -39,7 +41,11 @@ def hollow(model: nn.Module) -> nn.Module:
 
 
 def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGraph]:
-    """Raise PlanError where the rewritten model's values have other shapes than planned, on any rank. Gives the captures."""
+    """Put the plan on hollow copies, one for each kind of rank, and capture these. Gives the captures.
+
+    Raises PlanError or CaptureError, whose `module` says where, if values have other shapes than planned, an arrow does
+    not run, or decoding takes a way through the model's code that the plan does not know.
+    """
     from .rewrite import rewrite
 
     captures = []
@@ -58,7 +64,47 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
         compare(found, again, rank)
         compare_arrows(found, again, {call.path for call in repeated})
         captures.append(again)
+        if len(captures) == 1 and any(w.site is not None for w in _places(plan)):
+            check_decoding(model, plan, found)
     return captures
+
+
+def _places(plan: Plan) -> Iterator[Where]:
+    yield from (a.where for a in plan.arguments)
+    yield from (w for c in plan.collectives for w in c.where)
+
+
+def check_decoding(model: nn.Module, plan: Plan, found: Analysis) -> None:
+    """Where forwards are rewritten at single calls: does decoding with a cache, one token at a time, make them too?"""
+    from .rewrite import rewrite
+
+    def decode(local: nn.Module) -> None:
+        skeleton = clone(local)
+        inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in found.captured.inputs.items()}
+        with torch.no_grad(), skeleton.mode:
+            first = skeleton.module(**{**inputs, "use_cache": True})
+            kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
+            last = {k: v[:, -1:] for k, v in inputs.items() if k in ("input_ids", "decoder_input_ids")}
+            if kept and last:
+                skeleton.module(**{**inputs, **last, **kept, "use_cache": True})
+
+    try:
+        decode(model)
+    except Exception:  # noqa: BLE001 - it does not decode like this, split or whole: nothing to check
+        return
+    local = hollow(model)
+    rewrite(local, plan, ShapeComm(0, plan.tp))
+    try:
+        decode(local)
+    except AutotpError:
+        raise
+    except Exception as error:
+        raise PlanError(f"the rewritten model does not decode with a cache: {error}") from error
+
+
+def _raise(message: str, node: fx.Node | None = None) -> None:
+    where = str(node.meta.get("scope", "")) if node is not None else ""
+    raise PlanError(message).at(where) if where else PlanError(message)
 
 
 class _Standin:
@@ -158,12 +204,10 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
             compared += 1
             want, got = shapes.shape(node), tuple(other.meta["val"].shape)
             if want != got:
-                wrong.append(f"{describe(node)}: {list(got)} on rank {rank}, planned {list(want)}")
+                wrong.append((f"{describe(node)}: {list(got)} on rank {rank}, planned {list(want)}", node))
     if wrong:
-        raise PlanError(
-            "the rewritten model does not compute what was planned (this is a fault of autotp; the model is unchanged):\n  "
-            + "\n  ".join(wrong[:6])
-        )
+        told = "\n  ".join(why for why, _ in wrong[:6])
+        _raise(f"the rewritten model does not compute what was planned:\n  {told}", wrong[0][1])
     if planned and not compared:
         raise PlanError("the rewritten model has nothing in common with the captured one; the model is unchanged")
 
@@ -178,18 +222,15 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
     calls = Counter(call.path for call in found.captured.calls)
     planned: Counter[str] = Counter()
     for arrow, places in found.realised.places:
-        for where in places:
-            if counted(where):
+        if arrow.source.meta.get("grad_enabled", True):  # without gradients an arrow leaves no trace
+            for where in filter(counted, places):
                 ran = calls[where.module] if where.site is None else 1
                 planned[_ARROWS.get((arrow.kind, arrow.enter), "other")] += ran
     functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad")) is not None}
     actual = Counter(functions.values())
     for name in set(_ARROWS.values()):
         if planned[name] != actual[name] and not planned["other"]:
-            raise PlanError(
-                f"{planned[name]} arrows of kind {name.strip('_').lower()} were planned and {actual[name]} ran (this is a "
-                "fault of autotp; the model is unchanged)"
-            )
+            _raise(f"{planned[name]} arrows of kind {name.strip('_').lower()} were planned and {actual[name]} ran")
 
 
 _ARROWS = {

@@ -123,7 +123,7 @@ class SiteGuard:
                 f"{self.module}: this call took another way through the model's code than the captured one, past "
                 f"{missed[0]}, where a size or a collective had been put. Parallelize with example_inputs like the real "
                 "ones (mask, cache), or keep the module whole with a policy: `replicate`."
-            )
+            ).at(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiteGuard:
         return self  # a copied forward still tells this one

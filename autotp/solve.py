@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from .axes import Axis, leaves
+from .axes import Axis, factors, leaves
 from .choose import Choice
 from .flow import GraphIndex, describe, has_tensor, walk
 from .ints import Attr, Dim, Expr, TrackedFloat, TrackedInt, atoms, evaluate, plain
@@ -224,6 +224,8 @@ def wanted_ints(index: GraphIndex, shapes: LocalShapes) -> Iterator[Want]:
                 if value < 0 and at is not None:
                     local -= shapes.size(owner, axis)
                 fixed = not (set(leaves(axis)) & dynamic)
+                if axis.size != value and at is None:
+                    continue  # not the size of that axis
                 if sharded or _expr(value) is not None:
                     yield Want(node, path, plain(value), local, sharded, fixed)
             elif _expr(value) is not None:
@@ -265,6 +267,12 @@ def _sizes(index: GraphIndex, node: fx.Node) -> Iterator[tuple[tuple[int | str, 
                 yield (key, i), (node, part[dim], None)
         elif out:
             yield (key,), (node, out[0][dim], None)
+    elif name == "repeat_interleave":
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+        if dim is not None:
+            yield ("output_size",), (node, out[dim], None)
+            times = factors(out[dim])[-1] if out[dim].kind == "product" else out[dim]
+            yield ((1,) if len(args) > 1 else ("repeats",)), (node, times, None)
     elif name in ("conv1d", "conv2d", "conv3d"):
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         if groups > 1 and out[1].size == groups:  # depthwise: as many groups as channels
