@@ -38,11 +38,11 @@ def parallelize(
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
     comm: the ranks, when they are not the processes of torch.distributed (tests, simulations).
 
-    Uses the running process group, else starts one from torchrun's environment (NCCL with GPUs, gloo without).
-    Every rank must call it. Nothing is changed unless every rank made the same plan.
+    Uses the running process group, else starts one from torchrun's environment (NCCL with GPUs, gloo
+    without). Every rank must call it. Nothing is changed unless every rank made the same plan.
 
-    Raises LaunchError (not under torchrun, tp does not fit), CaptureError, PlanError, PolicyError, and RankError where
-    another rank failed or the ranks' models differ.
+    Raises LaunchError (not under torchrun, tp does not fit), CaptureError, PlanError, PolicyError, and
+    RankError where another rank failed or the ranks' models differ.
     """
     if pp != 1 or dp != 1:
         raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
@@ -96,10 +96,13 @@ def _nothing_split(plan: Plan) -> str:
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's values where the ranks' models differ (heads initialised with different seeds), and say so."""
+    """Give every rank rank 0's values where the ranks' models differ (heads initialised with different
+    seeds), and say so."""
     if comm.size == 1:
         return
-    tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"}
+    tensors = {
+        n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"
+    }
     told = comm.exchange({name: _fingerprint(t) for name, t in tensors.items()})
     differing = [name for name in tensors if len({prints.get(name) for prints in told}) > 1]
     for name in differing:
@@ -107,7 +110,8 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
         tensor.copy_(comm.broadcast(tensor, 0))
     if differing and comm.rank == 0:
         warnings.warn(
-            f"{len(differing)} tensors differed between the ranks (first: {differing[0]}); all ranks now have rank 0's. "
+            f"{len(differing)} tensors differed between the ranks (first: {differing[0]}); all ranks now "
+            "have rank 0's. "
             "Seed the ranks alike, or load the same checkpoint, to avoid this.",
             stacklevel=3,
         )
@@ -116,9 +120,11 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
 def _fingerprint(tensor: torch.Tensor) -> str:
     values = tensor.detach()
     if values.is_floating_point() or values.is_complex():
-        # Two sums that depend on values and places: enough to see differently seeded tensors, without moving them.
+        # Two sums that depend on values and places: enough to see differently seeded tensors, without moving
+        # them.
         flat = torch.view_as_real(values).flatten() if values.is_complex() else values.flatten()
         weights = torch.arange(flat.numel(), device=flat.device) % 8191
         sums = [flat.double().sum(), (flat.double() * weights).sum()]
         return f"{tuple(values.shape)} {values.dtype} {[float(s) for s in sums]}"
-    return f"{tuple(values.shape)} {values.dtype} {hashlib.sha256(values.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]}"
+    digest = hashlib.sha256(values.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return f"{tuple(values.shape)} {values.dtype} {digest[:16]}"

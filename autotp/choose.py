@@ -1,10 +1,10 @@
 """Which axes to shard over the tensor-parallel ranks, and how each is split.
 
-Every leaf axis that some parameter carries is followed (`flow.follow`) and priced: elements that must be sent per forward
-against weights that need no longer be held and multiplied on every rank. The best ratio goes first; an axis that would
-share a parameter or a value with one already chosen is rejected, since one mesh dim can shard a value only once. So the
-heads, the MLP's hidden axis, the vocabulary come out on top, and the residual stream's axis, which would need a
-collective for every matmul, comes last and conflicts.
+Every leaf axis that some parameter carries is followed (`flow.follow`) and priced: elements that must be
+sent per forward against weights that need no longer be held and multiplied on every rank. The best ratio
+goes first; an axis that would share a parameter or a value with one already chosen is rejected, since one
+mesh dim can shard a value only once. So the heads, the MLP's hidden axis, the vocabulary come out on top,
+and the residual stream's axis, which would need a collective for every matmul, comes last and conflicts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .axes import Axis, factors, leaves, segments
-from .flow import Flow, GraphIndex, describe, follow
+from .flow import Flow, follow
+from .graph import GraphIndex, describe
 from .layouts import DimLayout
 from .layouts import split as split_evenly
 
@@ -23,9 +24,10 @@ from .layouts import split as split_evenly
 class Split:
     """How the ranks share one leaf axis. `ranges[rank]` are in units of the leaf, in local order.
 
-    A *group* split belongs to two leaves (key/value heads, queries per key/value head): `partner` is the other one. The
-    major leaf's ranges may repeat (a key/value head held by several ranks, or several times on one); its `slots[rank]`
-    say which of the partner's indices go with each head that is held: (head, start, stop).
+    A *group* split belongs to two leaves (key/value heads, queries per key/value head): `partner` is the
+    other one. The major leaf's ranges may repeat (a key/value head held by several ranks, or several times
+    on one); its `slots[rank]` say which of the partner's indices go with each head that is held: (head,
+    start, stop).
     """
 
     ranges: tuple[DimLayout, ...]
@@ -46,10 +48,12 @@ class Choice:
 
 
 def group_slots(major: int, minor: int, parts: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Share major*minor query heads, `minor` to each key/value head, over more ranks than there are key/value heads.
+    """Share major*minor query heads, `minor` to each key/value head, over more ranks than there are
+    key/value heads.
 
-    Returns per rank its groups of query heads: (key/value head, start, stop). All groups of a rank are of one size, the
-    largest for which each has a single key/value head; so the model's own grouped attention runs on them.
+    Returns per rank its groups of query heads: (key/value head, start, stop). All groups of a rank are of
+    one size, the largest for which each has a single key/value head; so the model's own grouped attention
+    runs on them.
     """
     ranks = []
     for ((start, stop),) in split_evenly(major * minor, parts):
@@ -63,7 +67,9 @@ def group_slots(major: int, minor: int, parts: int) -> tuple[tuple[tuple[int, in
     return tuple(ranks)
 
 
-def choose(index: GraphIndex, parts: int, allow: Callable[[Axis, Flow], str | None] = lambda axis, flow: None) -> Choice:
+def choose(
+    index: GraphIndex, parts: int, allow: Callable[[Axis, Flow], str | None] = lambda axis, flow: None
+) -> Choice:
     """Choose the axes to shard over `parts` ranks. `allow` may veto an axis (a policy), giving the reason."""
     choice = Choice()
     if parts == 1:
@@ -93,7 +99,9 @@ def choose(index: GraphIndex, parts: int, allow: Callable[[Axis, Flow], str | No
             (values[n] for n in flow.sharded if n in values), None
         )
         if taken is not None:
-            choice.rejected[axis] = f"its weights or values are already sharded over another axis (size {taken.size})"
+            choice.rejected[axis] = (
+                f"its weights or values are already sharded over another axis (size {taken.size})"
+            )
             continue
         for leaf, one in split.items():
             choice.splits[leaf] = one
@@ -120,7 +128,10 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     """Why this axis can't be sharded at a reasonable price, or None."""
     if flow.problems:
         return flow.problems[0]
-    if _only_looked_up(index, axis, flow) and sum(_numel(index, p) for p in flow.params) < index.largest_weight:
+    if (
+        _only_looked_up(index, axis, flow)
+        and sum(_numel(index, p) for p in flow.params) < index.largest_weight
+    ):
         return "a small table: holding it whole is cheaper than a reduction after every look-up"
     weights = sum(_numel(index, p) for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1)
     if not weights:
@@ -138,7 +149,9 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
 
 def _only_looked_up(index: GraphIndex, axis: Axis, flow: Flow) -> bool:
     hows = {c.how for n in flow.inside for c in index.axes.facts[n].contracts if axis in leaves(c.axis)}
-    return hows == {"lookup"} and not any(n.op == "call_module" and n not in flow.partial for n in flow.inside)
+    return hows == {"lookup"} and not any(
+        n.op == "call_module" and n not in flow.partial for n in flow.inside
+    )
 
 
 def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, Split] | str:
@@ -153,13 +166,21 @@ def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, 
     repeated = [
         f"{describe(e.source)}: statistics over key/value heads that several ranks hold"
         for e in flow.edges
-        if e.kind == "stat" and all(partner not in leaves(c.axis) for c in index.axes.facts[e.source].contracts)
+        if e.kind == "stat"
+        and all(partner not in leaves(c.axis) for c in index.axes.facts[e.source].contracts)
     ]
-    stray = other.problems or repeated or [
-        e.why for e in other.edges if e.kind == "gather" or (e.kind == "reduce" and not _shared(flow, other))
-    ]
+    stray = (
+        other.problems
+        or repeated
+        or [
+            e.why
+            for e in other.edges
+            if e.kind == "gather" or (e.kind == "reduce" and not _shared(flow, other))
+        ]
+    )
     if stray:
-        return f"its size {axis.size} is below the {parts} ranks, and the groups under it can't be split: {stray[0]}"
+        below = f"its size {axis.size} is below the {parts} ranks"
+        return f"{below}, and the groups under it can't be split: {stray[0]}"
     slots = group_slots(axis.size, partner.size, parts)
     heads = tuple(tuple((head, head + 1) for head, _, _ in held) for held in slots)
     return {
@@ -175,8 +196,8 @@ def _shared(flow: Flow, other: Flow) -> bool:
 
 
 def _partner(index: GraphIndex, axis: Axis, flow: Flow) -> Axis | None:
-    """The leaf that always stands just below `axis`, where some values have `axis` without it: the queries per
-    key/value head."""
+    """The leaf that always stands just below `axis`, where some values have `axis` without it: the queries
+    per key/value head."""
     above: dict[Axis, set[Axis]] = defaultdict(set)
     for name in flow.params:
         for dim in index.axes.params[name]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from .axes import Axis, leaves, show
-from .flow import Edge, describe
+from .flow import Edge
+from .graph import describe
 from .plan import Plan
 from .planner import Analysis
 from .show import few, local, pattern, ranks_text

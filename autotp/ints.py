@@ -10,15 +10,20 @@ without asking it: those escapes cannot be seen.
 
 from __future__ import annotations
 
+import ast
+import dis
+import functools
 import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
+from .errors import PatchError
 from .sites import Frame, is_internal
+from .source import definition_of
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,41 @@ def plain(value: Any) -> Any:
     return float.__float__(value) if isinstance(value, TrackedFloat) else value
 
 
+def asks_a_cache(frame: FrameType) -> bool:
+    """Whether the code that runs in `frame` is calling a function under `functools.lru_cache`."""
+    called = _called_at(frame.f_code, frame.f_lasti)
+    if called is None:
+        return False
+    try:
+        function = eval(called, frame.f_globals, frame.f_locals)
+    except Exception:  # a name that is gone, a property that fails: then it is not what is being called
+        return False
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return isinstance(function, _Cached)
+
+
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+@functools.lru_cache(maxsize=None)
+def _called_at(code: CodeType, lasti: int) -> CodeType | None:
+    """What gives the function that is called at an instruction, where it is a name or an attribute of one."""
+    if not dis.opname[code.co_code[lasti]].startswith(("CALL", "PRECALL")):
+        return None
+    try:
+        node = definition_of(code).node_at(code, lasti)
+    except PatchError:
+        return None
+    function = node.func if isinstance(node, ast.Call) else None
+    inner = function
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    if not isinstance(inner, ast.Name) or not isinstance(function, ast.expr):
+        return None
+    return compile(ast.fix_missing_locations(ast.Expression(function)), code.co_filename, "eval")
+
+
 class EscapeLog:
     """Where the bare values of tracked numbers were read, as places in the model's own code."""
 
@@ -172,7 +212,9 @@ class TrackedInt(int):
     def __reduce__(self) -> Any:  # what is written to disk is the number, not where it came from
         return int, (plain(self),)
 
-    __hash__ = int.__hash__
+    def __hash__(self) -> int:
+        # A cached function would give the number of an earlier call, with that call's expression: it is made to miss.
+        return object.__hash__(self) if asks_a_cache(sys._getframe(1)) else hash(plain(self))
 
 
 class TrackedFloat(float):
@@ -213,7 +255,8 @@ class TrackedFloat(float):
     def __reduce__(self) -> Any:
         return float, (plain(self),)
 
-    __hash__ = float.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self) if asks_a_cache(sys._getframe(1)) else hash(plain(self))
 
 
 def _tracked(value: Any, expr: Expr, log: EscapeLog | None) -> Any:

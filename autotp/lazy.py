@@ -131,6 +131,13 @@ def sources(tensor: Tensor) -> list[Source]:
     return [s for operand in operands if isinstance(operand, Tensor) for s in sources(operand)]
 
 
+def base(tensor: Tensor) -> Tensor:
+    """The tensor whose memory a lazy one would share: the same one for all its views."""
+    while isinstance(source := getattr(tensor, "source", None), Made) and source.op.is_view:
+        tensor = source.args[0]
+    return tensor
+
+
 # ---------------------------------------------------------------- operations, backwards
 Back = Callable[[Made, Tensor, Region], bool]
 _BACK: dict[Any, Back] = {}

@@ -12,7 +12,8 @@ Splits = Mapping[Axis, Split]
 
 
 def dim_layout(dim: Axis, rank: int, splits: Splits) -> DimLayout:
-    """The ranges of `dim` (an axis tree) that `rank` holds, in the order it holds them, adjacent ones merged."""
+    """The ranges of `dim` (an axis tree) that `rank` holds, in the order it holds them, adjacent ones
+    merged."""
     return merge(_ranges(dim.find(), rank, splits))
 
 
@@ -34,7 +35,9 @@ def _ranges(axis: Axis, rank: int, splits: Splits) -> list[tuple[int, int]]:
         return [
             (head * minor.size + a, head * minor.size + b)
             for head, start, stop in split.slots[rank]
-            for a, b in _ranges(minor, rank, {**splits, split.partner: Split((((start, stop),),) * (rank + 1))})
+            for a, b in _ranges(
+                minor, rank, {**splits, split.partner: Split((((start, stop),),) * (rank + 1))}
+            )
         ]
     inner = _ranges(minor, rank, splits)
     if inner == [(0, minor.size)]:
@@ -48,8 +51,8 @@ def _ranges(axis: Axis, rank: int, splits: Splits) -> list[tuple[int, int]]:
 
 
 def local_size(dim: Axis, rank: int, splits: Splits) -> int:
-    """How many of the dim's indices `rank` holds. Unlike the layout, it also counts a group split taken apart:
-    key/value heads and their groups as two dims."""
+    """How many of the dim's indices `rank` holds. Unlike the layout, it also counts a group split taken
+    apart: key/value heads and their groups as two dims."""
     dim = dim.find()
     if not any(leaf in splits for leaf in leaves(dim)):
         return dim.size
@@ -64,7 +67,8 @@ def local_size(dim: Axis, rank: int, splits: Splits) -> int:
 
 
 def local_offset(dim: Axis, offset: int, rank: int, splits: Splits) -> int | None:
-    """Where index `offset` of the whole dim falls in the local one, or None if it falls inside a split leaf."""
+    """Where index `offset` of the whole dim falls in the local one, or None if it falls inside a split
+    leaf."""
     dim = dim.find()
     if offset == dim.size:
         return local_size(dim, rank, splits)

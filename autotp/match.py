@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .axes import Axis, leaves
-from .flow import GraphIndex
+from .graph import GraphIndex
 from .rules.op import Contract
 
 SUM, LOOKUP = "sum", "lookup"

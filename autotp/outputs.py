@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .flow import GraphIndex, walk
+from .graph import GraphIndex, walk
 from .realise import Where
 
 if TYPE_CHECKING:

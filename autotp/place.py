@@ -1,15 +1,15 @@
 """The type of every value under the chosen axes, and the arrows between them.
 
-A value is `Shard` (it holds a chosen axis in sharded form), `Partial` (to be summed over the ranks) or `Replicate`; a
-replicated value's gradient is *whole* or *partial*. Partial gradients arise where a replicated value meets sharded ones:
-each rank sees only its share of the uses. An `enter` arrow sums them. It can stand anywhere between the value's making and
-its first use with sharded ones, so it is moved up to where several uses share it (one collective for q, k and v, not
-three), past replicated operations, whose parameters then get partial gradients and are summed once per step.
+A value is `Shard` (it holds a chosen axis in sharded form), `Partial` (to be summed over the ranks) or
+`Replicate`; a replicated value's gradient is *whole* or *partial*. Partial gradients arise where a
+replicated value meets sharded ones: each rank sees only its share of the uses. An `enter` arrow sums them.
+It can stand anywhere between the value's making and its first use with sharded ones, so it is moved up to
+where several uses share it (one collective for q, k and v, not three), past replicated operations, whose
+parameters then get partial gradients and are summed once per step.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 
 from .axes import Axis
 from .choose import Choice
-from .flow import GraphIndex, _numel, describe, walk
+from .graph import GraphIndex, describe, numel, walk
 
 Use = tuple[fx.Node, tuple[int | str, ...]]
 
@@ -41,7 +41,9 @@ class Placement:
     params: set[str] = field(default_factory=set)  # sharded parameters
     partial_gradient: set[fx.Node] = field(default_factory=set)  # replicated values whose gradient is partial
     arrows: list[Arrow] = field(default_factory=list)
-    summed_params: set[str] = field(default_factory=set)  # replicated parameters whose gradient must be summed
+    summed_params: set[str] = field(
+        default_factory=set
+    )  # replicated parameters whose gradient must be summed
     once_params: set[str] = field(default_factory=set)
     problems: list[tuple[str, Axis]] = field(default_factory=list)  # the axis to give up, and why
 
@@ -110,19 +112,31 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
         return [(u, p) for u, p in index.uses[node] if u.op == "output" or wants_grad(u)]
 
     values = [n for n in index.nodes if replicated(n) and wants_grad(n) and n.op != "output"]
-    # A part of a sharded value that no rank splits (the one key head in a fused projection): its gradient is partial.
+    # A part of a sharded value that no rank splits (the one key head in a fused projection): its gradient is
+    # partial.
     forced = {n for n in values if n in inside and n not in reduced}
     partial = set(forced)
     for node in index.nodes:  # what is computed from such a part alone is the same
-        if node not in inside and replicated(node) and wants_grad(node) and node.op not in ("output", "get_attr"):
+        if (
+            node not in inside
+            and replicated(node)
+            and wants_grad(node)
+            and node.op not in ("output", "get_attr")
+        ):
             if any(op.node in partial and op.node not in reduced for op in index.operands[node]):
                 partial.add(node)
-                owner.setdefault(node, next(owner[op.node] for op in index.operands[node] if op.node in partial))
+                owner.setdefault(
+                    node, next(owner[op.node] for op in index.operands[node] if op.node in partial)
+                )
     for node in partial:
         if any(u.op == "output" for u, _ in grad_uses(node)):
             result.problems.append((f"{describe(node)}: a part of a sharded value is an output", owner[node]))
 
-    entering = {n for n in values if n not in partial and any(_enters(u, p, inside, partial, converted) for u, p in grad_uses(n))}
+    entering = {
+        n
+        for n in values
+        if n not in partial and any(_enters(u, p, inside, partial, converted) for u, p in grad_uses(n))
+    }
     for node in reversed(values):
         if node in entering and node not in reduced:
             region = _upwards(index, node, entering, inside, partial, reduced, converted, grad_uses)
@@ -136,7 +150,9 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
                 partial |= region
                 entering = (entering - region) | inputs
     for node in values:
-        if node not in reduced and (node.op != "call_module" or node in entering or node in inside or node in partial):
+        if node not in reduced and (
+            node.op != "call_module" or node in entering or node in inside or node in partial
+        ):
             continue
         arrow = reduced.get(node)
         if arrow is not None and arrow.kind == "gather":
@@ -147,7 +163,11 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
         else:
             region = _downwards(index, node, entering, inside, reduced, converted, grad_uses)
             shared = region & entering
-            if region and sum(_numel(n) for n in shared) >= _numel(node) and (arrow is not None or len(shared) > 1):
+            if (
+                region
+                and sum(numel(n) for n in shared) >= numel(node)
+                and (arrow is not None or len(shared) > 1)
+            ):
                 partial |= region
                 entering -= region
                 if arrow is not None:
@@ -161,7 +181,9 @@ def _gradients(index, result, reduced, unreduced, converted, owner) -> None:
         if node in entering and node.op != "get_attr":
             users = tuple((u, p) for u, p in grad_uses(node) if _enters(u, p, inside, partial, converted))
             every = len(users) == len(grad_uses(node))
-            result.arrows.append(Arrow("enter", node, () if every else users, why="it is used with sharded values"))
+            result.arrows.append(
+                Arrow("enter", node, () if every else users, why="it is used with sharded values")
+            )
     _parameters(index, result, reduced, converted, owner, grad_uses)
 
 
@@ -171,9 +193,11 @@ def _enters(user: fx.Node, path, inside, partial, converted) -> bool:
 
 
 def _upwards(index, node, entering, inside, partial, reduced, converted, grad_uses) -> set[fx.Node]:
-    """The replicated operations between `node` and values that enter anyway: there its `enter` costs nothing more.
+    """The replicated operations between `node` and values that enter anyway: there its `enter` costs nothing
+    more.
 
-    Empty where some path up ends elsewhere, or where a value on the way is also used outside of sharded regions.
+    Empty where some path up ends elsewhere, or where a value on the way is also used outside of sharded
+    regions.
     """
     region: set[fx.Node] = set()
     todo = [node]
@@ -181,7 +205,12 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
         value = todo.pop()
         if value in region:
             continue
-        if value.op in ("placeholder", "get_attr") or value in reduced or value in inside or len(region) > 200:
+        if (
+            value.op in ("placeholder", "get_attr")
+            or value in reduced
+            or value in inside
+            or len(region) > 200
+        ):
             return set()
         region.add(value)
         for op in index.operands[value]:
@@ -194,10 +223,14 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
     return region
 
 
-def _to_inputs(index, node, entering, inside, partial, reduced, converted, grad_uses) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What lies between a value made inside a module and the module's inputs, if it costs no more to enter there.
+def _to_inputs(
+    index, node, entering, inside, partial, reduced, converted, grad_uses
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What lies between a value made inside a module and the module's inputs, if it costs no more to enter
+    there.
 
-    A module's boundary is the better place: how the module computes inside may differ from one call to the next.
+    A module's boundary is the better place: how the module computes inside may differ from one call to the
+    next.
     """
     call = index.enclosing[node]
     if node.op == "call_module" or call is None or not call.path:
@@ -226,14 +259,15 @@ def _to_inputs(index, node, entering, inside, partial, reduced, converted, grad_
         uses = [(u, p) for u, p in grad_uses(value) if u in body or value in region]
         if not all(u in region or _enters(u, p, inside, partial, converted) for u, p in uses):
             return set(), set()
-    spared = sum(_numel(v) for v in region & entering)
-    if sum(_numel(v) for v in inputs if v not in entering) > spared:
+    spared = sum(numel(v) for v in region & entering)
+    if sum(numel(v) for v in inputs if v not in entering) > spared:
         return set(), set()
     return region, inputs - partial
 
 
 def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> set[fx.Node]:
-    """What is computed from a reduced value alone, if all of it ends in values that enter: the reduction can do it."""
+    """What is computed from a reduced value alone, if all of it ends in values that enter: the reduction can
+    do it."""
     region: set[fx.Node] = set()
     todo = [u for u, _ in grad_uses(node)]
     while todo:
@@ -254,7 +288,8 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
 
 
 def _parameters(index, result, reduced, converted, owner, grad_uses) -> None:
-    """Which replicated parameters are used with partial gradients. One that is used both ways can't be summed."""
+    """Which replicated parameters are used with partial gradients. One that is used both ways can't be
+    summed."""
     inside, partial = result.inside, result.partial_gradient
     whole_uses: set[str] = set()
     partial_uses: set[str] = set()

@@ -1,4 +1,5 @@
-"""The plan: every decision about a model, as data. It prints, compares and digests; `rewrite` puts it onto the model."""
+"""The plan: every decision about a model, as data. It prints, compares and digests; `rewrite` puts it onto
+the model."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from .realise import Where
 class ParamPlan:
     """One parameter, under its first name.
 
-    gradient: `whole` (every rank computes all of it), `own` (the rank computes its part's), `summed` (replicated, each
-    rank computes a share: summed over ranks), `slots` (some rows are held more than once: summed over their slots).
+    gradient: `whole` (every rank computes all of it), `own` (the rank computes its part's), `summed`
+    (replicated, each rank computes a share: summed over ranks), `slots` (some rows are held more than once:
+    summed over their slots).
     once: kept on rank 0, zero on the others, since it is added to a partial value.
     """
 
@@ -43,7 +45,10 @@ class ParamPlan:
         shares = []
         for d, ranks in self.layout.dims.items():
             bounds = sorted({0, self.shape[d], *(b for ranges in ranks for r in ranges for b in r)})
-            held = sum(b - a for a, b in zip(bounds, bounds[1:]) if all(_holds(ranges, a) for ranges in ranks))
+            held = sum(
+                b - a for a, b in zip(bounds, bounds[1:], strict=False) if all(_holds(ranges, a) for ranges
+                in ranks)
+            )
             shares.append(1 - held / self.shape[d])
         return max(shares)
 
@@ -57,7 +62,8 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A leaf module that becomes a parallel one. `options` are the keyword arguments of its maker in `layers.py`."""
+    """A leaf module that becomes a parallel one. `options` are the keyword arguments of its maker in
+    `layers.py`."""
 
     module: str
     kind: str  # column, row, vocab, embedding, norm, conv, attention, dropout
@@ -66,7 +72,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class SliceDim:
-    """How one dim of a value is cut: it is a whole number of `unit`s, each laid out over the ranks as `layout`."""
+    """How one dim of a value is cut: it is a whole number of `unit`s, each laid out over the ranks as
+    `layout`."""
 
     dim: int
     unit: int
@@ -75,9 +82,11 @@ class SliceDim:
 
 @dataclass(frozen=True)
 class Collective:
-    """A typed arrow at one or several places. `shape`: of the value at the captured inputs; `bytes` of one crossing.
+    """A typed arrow at one or several places. `shape`: of the value at the captured inputs; `bytes` of one
+    crossing.
 
-    An `enter` costs nothing forward and an all-reduce of that many bytes backward; `slice` costs nothing forward.
+    An `enter` costs nothing forward and an all-reduce of that many bytes backward; `slice` costs nothing
+    forward.
     """
 
     kind: str
@@ -132,9 +141,13 @@ class Plan:
     kept: Mapping[str, str]  # replicated weights: why
     notes: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
-    observed: tuple[Collective, ...] = ()  # gathers of what only a hook or a caller's request sees (attention weights)
+    observed: tuple[
+        Collective, ...
+    ] = ()  # gathers of what only a hook or a caller's request sees (attention weights)
     regions: tuple[Region, ...] = ()
-    precision: str = "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
+    precision: str = (
+        "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
+    )
 
     @cached_property
     def sharded_fraction(self) -> float:
@@ -182,8 +195,13 @@ class Plan:
                 }
                 for c in self.collectives
             ],
-            "local": {f"{i.module}.{i.name}".lstrip("."): {"whole": i.value, "ranks": list(i.local)} for i in self.ints},
-            "arguments": [{"where": str(a.where), "whole": a.value, "ranks": list(a.local)} for a in self.arguments],
+            "local": {
+                f"{i.module}.{i.name}".lstrip("."): {"whole": i.value, "ranks": list(i.local)}
+                for i in self.ints
+            },
+            "arguments": [
+                {"where": str(a.where), "whole": a.value, "ranks": list(a.local)} for a in self.arguments
+            ],
             "replicated": dict(self.kept),
             "notes": list(self.notes),
         }
@@ -192,13 +210,17 @@ class Plan:
         sharded = sum(p.layout is not None for p in self.params.values())
         lines = [
             f"{self.model} over tp={self.tp}: {sharded} of {len(self.params)} parameters sharded, "
-            f"{self.sharded_fraction:.1%} of the block weights, {len(self.collectives)} collectives, digest {self.digest}"
+            f"{self.sharded_fraction:.1%} of the block weights, {len(self.collectives)} collectives, "
+            f"digest {self.digest}"
         ]
         width = max((len(n) for n in self.params), default=0)
         for name, p in self.params.items():
-            lines.append(f"  {name:{width}}  {_shape(p.shape)} -> {_shape(p.local_shape(0))}  {p.placement}  {p.axes}")
+            lines.append(
+                f"  {name:{width}}  {_shape(p.shape)} -> {_shape(p.local_shape(0))}  {p.placement}  {p.axes}"
+            )
         lines += [
-            f"  {c.kind}{' + enter' if c.enter else ''} at {', '.join(map(str, c.where))}: {_shape(c.shape)}, {c.why}"
+            f"  {c.kind}{' + enter' if c.enter else ''} at {', '.join(map(str, c.where))}: "
+            f"{_shape(c.shape)}, {c.why}"
             for c in self.collectives
         ]
         lines += [f"  {i.module}.{i.name}: {i.value} -> {_ranks(i.local)}" for i in self.ints]

@@ -27,7 +27,8 @@ from typing import Any
 from .axes import Axis, leaves, show
 from .choose import choose
 from .errors import PolicyError
-from .flow import Flow, GraphIndex
+from .flow import Flow
+from .graph import GraphIndex
 from .match import Structure, structure
 from .plan import Plan
 from .policy_claims import Claim, Problem, describe_model, find_claims, refuse, selects

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .errors import PolicyError
-from .flow import canonical_names
+from .graph import canonical_names
 from .policy_file import PolicyFile, Rule, closest, matches
 
 Problem = tuple[Rule | None, str]

@@ -8,9 +8,11 @@ parameter.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, same_values, shortened
 from .errors import CheckpointError, ModelSourceError
+from .lazy import LazyTensor, base
 from .model_source import _class_of, quiet
 from .recapture import hollow
 
@@ -65,15 +68,29 @@ def build_unloaded(path: Path, dtype: torch.dtype | None, floating: torch.dtype 
             if part is not None:
                 part.dtype = wanted
         config.name_or_path = str(path)
-        with ExitStack() as contexts:
-            for context in cls.get_init_context(wanted, False, False, None):
-                contexts.enter_context(context)
-            model = cls(config)
-        for pattern, kept in model._get_dtype_plan(wanted).items():
-            for name, p in model.named_parameters():
-                if pattern in name.split("."):
-                    p.data = p.data.to(kept)
+        model = _unloaded(cls, config, wanted)
+        _keep_precise(model, model._get_dtype_plan(wanted))
         return model.eval()
+
+
+def _unloaded(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model on meta, its weights untied."""
+    with ExitStack() as contexts:
+        for context in cls.get_init_context(dtype, False, False, None):
+            contexts.enter_context(context)
+        return cls(config)
+
+
+def _keep_precise(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
+    """Give the tensors that `plan` names by pattern the dtype it says."""
+    if plan:
+        from transformers.core_model_loading import build_glob_alternation
+
+        pattern, group_of, _ = build_glob_alternation(list(plan))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            match = pattern.search(name)
+            if match is not None:
+                tensor.data = tensor.data.to(plan[group_of[match.lastgroup]])
 
 
 def _quantised(path: Path, how: Any) -> str:
@@ -137,7 +154,7 @@ def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], s
             for name, tensor in twin.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and hasattr(tensor, "source")
         }
-        missing = set(info.missing_keys) - {entry.split(":")[1].strip() for entry in errors}
+        missing = set(info.missing_keys) - set(info.conversion_errors)
         return found, missing, set(info.unexpected_keys), shapes + errors
 
 
@@ -204,3 +221,67 @@ def adopt_generation_config(model: Any, path: Path) -> None:
                 None, False, None, str(path), cache_dir=None, force_download=False, proxies=None,
                 local_files_only=True, token=None, revision=None, subfolder="", trust_remote_code=False,
             )  # fmt: skip
+
+
+# ---------------------------------------------------------------- saving
+def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
+    """Which names of the state dict are stored: of tied ones the one that transformers expects on loading.
+
+    Raises CheckpointError where tensors share memory in a way that the model does not declare.
+    """
+    names = [n for n in state if n not in (getattr(model, "_keys_to_ignore_on_save", None) or ())]
+    if not hasattr(model, "_tied_weights_keys"):
+        first = {id(state[n]): n for n in reversed(names)}
+        return [n for n in names if first[id(state[n])] == n]
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    try:
+        return list(remove_tied_weights_from_state_dict({n: state[n].detach() for n in names}, model))
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def saved_entries(model: Any, entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors as the checkpoint names and shapes them: the conversions of loading, undone."""
+    if not hasattr(model, "base_model_prefix"):
+        return dict(entries)
+    with _alone():
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import revert_weight_conversion
+
+        used = getattr(model, "_weight_conversions", None)
+        if used is None and not get_model_conversion_mapping(model, add_legacy=False):
+            return dict(entries)
+        whole: Any = _unloaded(type(model), copy.deepcopy(model.config), model.dtype)  # with the sizes of the whole
+        if used is not None:
+            whole._weight_conversions = used
+        return revert_weight_conversion(whole, dict(entries))
+
+
+@dataclass(frozen=True)
+class Files:
+    """`names`: of each file. `size`: the bytes that the index states."""
+
+    names: dict[str, list[str]]
+    size: int
+
+
+def split_into_files(entries: Mapping[str, LazyTensor], limit: int | str, variant: str | None) -> Files:
+    """Which file holds which names, as save_pretrained does it: files of about `limit` bytes, in the order given, but
+    what are views of one tensor in one file."""
+    stem = f"model.{variant}" if variant else "model"
+    size = sum(t.numel() * t.element_size() for t in entries.values())
+    if limit == "50GB" and size <= 50 * 10**9:
+        return Files({f"{stem}.safetensors": list(entries)}, size)
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory
+    except ImportError as error:
+        raise CheckpointError("Splitting a model over files needs huggingface_hub: pip install 'autotp[hf]'.") from error
+    split = split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=lambda t: base(t).numel() * t.element_size(),  # of a view, what it keeps alive
+        get_storage_id=lambda t: id(base(t)),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=limit,
+    )
+    return Files(split.filename_to_tensors, split.metadata["total_size"])

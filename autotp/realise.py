@@ -1,8 +1,9 @@
-"""Where in the model each arrow is put: in a leaf layer, at a module's input or output, or at one call in its code.
+"""Where in the model each arrow is put: in a leaf layer, at a module's input or output, or at one call in
+its code.
 
-In this order of preference: a leaf module that becomes a parallel layer can do the collective itself; a module boundary
-can carry it as a hook; only where neither is possible is the module's own forward rewritten at the call site. A module
-that is called several times must want the same at every call.
+In this order of preference: a leaf module that becomes a parallel layer can do the collective itself; a
+module boundary can carry it as a hook; only where neither is possible is the module's own forward rewritten
+at the call site. A module that is called several times must want the same at every call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 
 from .axes import Axis
 from .capture import ModuleCall, Site
-from .flow import GraphIndex, describe, walk
+from .graph import GraphIndex, describe, walk
 from .place import Arrow, Placement, Use, wants_grad
 
 ArgPath = tuple[int | str, ...]
@@ -23,7 +24,8 @@ ArgPath = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Where:
-    """kind: layer (the leaf itself), in (module argument), out (module result), before/after (an operation's operand or result)."""
+    """kind: layer (the leaf itself), in (module argument), out (module result), before/after (an operation's
+    operand or result)."""
 
     kind: str
     module: str
@@ -55,7 +57,7 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
     chosen = [0] * len(options)
     while True:
         counts: dict[tuple[str, Where], int] = defaultdict(int)
-        for (arrow, places), pick in zip(options, chosen):
+        for (arrow, places), pick in zip(options, chosen, strict=False):
             for where in places[pick] if pick < len(places) else ():
                 counts[arrow.kind, where] += 1
         moved = False
@@ -68,11 +70,13 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
         if not moved:
             break
     result = Realised()
-    for (arrow, places), pick in zip(options, chosen):
+    for (arrow, places), pick in zip(options, chosen, strict=False):
         if pick < len(places):
             result.places.append((arrow, places[pick]))
         else:
-            result.problems.append((f"no place for the {arrow.kind} of {describe(arrow.source)}", arrow.source, arrow.axes))
+            result.problems.append(
+                (f"no place for the {arrow.kind} of {describe(arrow.source)}", arrow.source, arrow.axes)
+            )
     return result
 
 
@@ -113,7 +117,9 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
         return
     if every and source.op not in ("placeholder", "get_attr"):
         for call, path in sorted(boundaries.returned[source], key=lambda c: c[0].last - c[0].first):
-            if not any(_within(index, call, user) for user, _ in (arrow.users or uses)):  # else it comes too late
+            if not any(
+                _within(index, call, user) for user, _ in (arrow.users or uses)
+            ):  # else it comes too late
                 yield [Where("out", call.path, path)]
     users = arrow.users or tuple(uses)
     at_outputs = any(u.op == "output" for u, _ in users)
@@ -129,7 +135,11 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     if made_here or at_outputs:
         return
     for some, rest in ((found, left), ([], list(users))):
-        sites = [Where("before", str(u.meta["scope"]), p, u.meta.get("site")) for u, p in rest if u.op != "call_module"]
+        sites = [
+            Where("before", str(u.meta["scope"]), p, u.meta.get("site"))
+            for u, p in rest
+            if u.op != "call_module"
+        ]
         if len(sites) == len(rest) and all(w.site is not None for w in sites):
             yield some + sites
 
@@ -137,7 +147,8 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
 def _at_inputs(
     boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], uses: list[Use]
 ) -> tuple[list[Where], list[Use]]:
-    """Module calls that are given `source` and use it in no other way than `users`; and the users they leave over."""
+    """Module calls that are given `source` and use it in no other way than `users`; and the users they leave
+    over."""
     index, left = boundaries.index, set(users)
     found: list[Where] = []
     paths: dict[int, list[ArgPath]] = defaultdict(list)

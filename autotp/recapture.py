@@ -1,8 +1,9 @@
 """The second derivation: capture the rewritten model and compare it with what the plan predicts.
 
-The plan predicts the local shape of every value. Here the plan is put onto a hollow copy of the model (meta tensors, no
-data, no peers) and that is captured like any model. A `-1` that swallowed the shrink, an attribute that two places read
-differently, a table of the wrong length show as shapes that differ, before anything of the user's is touched.
+The plan predicts the local shape of every value. Here the plan is put onto a hollow copy of the model (meta
+tensors, no data, no peers) and that is captured like any model. A `-1` that swallowed the shrink, an
+attribute that two places read differently, a table of the wrong length show as shapes that differ, before
+anything of the user's is touched.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import fx, nn
 
 from .capture import CapturedGraph, capture
+from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
 from .errors import AutotpError, PlanError
-from .captured import ModuleCall, map_nodes
-from .flow import describe, walk
+from .graph import describe, walk
 from .ints import plain
 from .realise import Where
 from .skeleton import clone
@@ -36,15 +37,17 @@ def hollow(model: nn.Module) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            memo[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            )
     return copy.deepcopy(model, memo)
 
 
 def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGraph]:
     """Put the plan on hollow copies, one for each kind of rank, and capture these. Gives the captures.
 
-    Raises PlanError or CaptureError, whose `module` says where, if values have other shapes than planned, an arrow does
-    not run, or decoding takes a way through the model's code that the plan does not know.
+    Raises PlanError or CaptureError, whose `module` says where, if values have other shapes than planned, an
+    arrow does not run, or decoding takes a way through the model's code that the plan does not know.
     """
     from .rewrite import rewrite
 
@@ -75,12 +78,16 @@ def _places(plan: Plan) -> Iterator[Where]:
 
 
 def check_decoding(model: nn.Module, plan: Plan, found: Analysis) -> None:
-    """Where forwards are rewritten at single calls: does decoding with a cache, one token at a time, make them too?"""
+    """Where forwards are rewritten at single calls: does decoding with a cache, one token at a time, make
+    them too?"""
     from .rewrite import rewrite
 
     def decode(local: nn.Module) -> None:
         skeleton = clone(local)
-        inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in found.captured.inputs.items()}
+        inputs = {
+            k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v
+            for k, v in found.captured.inputs.items()
+        }
         with torch.no_grad(), skeleton.mode:
             first = skeleton.module(**{**inputs, "use_cache": True})
             kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
@@ -108,7 +115,8 @@ def _raise(message: str, node: fx.Node | None = None) -> None:
 
 
 class _Standin:
-    """In place of a layer that is like one before it: gives results of the same shapes, and computes nothing."""
+    """In place of a layer that is like one before it: gives results of the same shapes, and computes
+    nothing."""
 
     def __init__(self, output: Any):
         self.output = output
@@ -121,10 +129,12 @@ class _Standin:
 
 
 def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
-    """The calls of layers that did, and are planned, exactly as an earlier layer of the same list: one of each kind is
-    checked, so that the check does not grow with the depth."""
+    """The calls of layers that did, and are planned, exactly as an earlier layer of the same list: one of
+    each kind is checked, so that the check does not grow with the depth."""
     index = found.index
-    lists = {f"{name}." for name, m in found.captured.skeleton.named_modules() if isinstance(m, nn.ModuleList)}
+    lists = {
+        f"{name}." for name, m in found.captured.skeleton.named_modules() if isinstance(m, nn.ModuleList)
+    }
     counts = Counter(call.path for call in found.captured.calls)
     planned = _planned_by_layer(plan, lists)
     first: set[Any] = set()
@@ -134,7 +144,11 @@ def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
         outputs = [v for _, v in walk(call.output) if isinstance(v, fx.Node)]
         if prefix not in lists or counts[call.path] > 1 or any(n in found.placement.sharded for n in outputs):
             continue
-        kind = (prefix, _recorded(index.nodes[call.first : call.last + 1], call.path), str(planned.get(call.path)))
+        kind = (
+            prefix,
+            _recorded(index.nodes[call.first : call.last + 1], call.path),
+            str(planned.get(call.path)),
+        )
         if kind in first:
             repeated.append(call)
         first.add(kind)
@@ -148,11 +162,20 @@ def _recorded(nodes: list[fx.Node], path: str) -> Any:
 
     def own(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return number[value] if value in number else ("outside", outside.setdefault(value, len(outside)), _shape_of(value))
+            return (
+                number[value]
+                if value in number
+                else ("outside", outside.setdefault(value, len(outside)), _shape_of(value))
+            )
         return plain(value) if isinstance(value, (int, float, str, bool, type(None))) else str(value)
 
     return tuple(
-        (n.op, str(n.target).removeprefix(path), _shape_of(n), tuple((p, own(v)) for p, v in walk((n.meta["args"], n.meta["kwargs"]))))
+        (
+            n.op,
+            str(n.target).removeprefix(path),
+            _shape_of(n),
+            tuple((p, own(v)) for p, v in walk((n.meta["args"], n.meta["kwargs"]))),
+        )
         for n in nodes
     )
 
@@ -187,9 +210,15 @@ def _planned_by_layer(plan: Plan, lists: set[str]) -> dict[str, list[Any]]:
 
 
 def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
-    """Compare value by value: what each operation of the model's code, and each module, gives on this rank."""
+    """Compare value by value: what each operation of the model's code, and each module, gives on this
+    rank."""
     shapes = LocalShapes(found.index, found.choice, rank)
-    gathered = {a.source for a, places in found.realised.places for w in places if a.kind == "gather" and w.kind in ("layer", "out")}
+    gathered = {
+        a.source
+        for a, places in found.realised.places
+        for w in places
+        if a.kind == "gather" and w.kind in ("layer", "out")
+    }
     wrong = []
     planned: dict[Any, list[fx.Node]] = _by_place(found.captured)
     actual = _by_place(again)
@@ -197,8 +226,8 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
     for key, nodes in planned.items():
         others = actual.get(key, [])
         if len(others) != len(nodes):
-            continue  # a branch that the local sizes made unnecessary (repeating key heads once): its results are compared
-        for node, other in zip(nodes, others):
+            continue  # a branch that local sizes made unnecessary (repeating key heads once)
+        for node, other in zip(nodes, others, strict=False):
             if node in gathered or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             compared += 1
@@ -209,14 +238,20 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
         told = "\n  ".join(why for why, _ in wrong[:6])
         _raise(f"the rewritten model does not compute what was planned:\n  {told}", wrong[0][1])
     if planned and not compared:
-        raise PlanError("the rewritten model has nothing in common with the captured one; the model is unchanged")
+        raise PlanError(
+            "the rewritten model has nothing in common with the captured one; the model is unchanged"
+        )
 
 
 def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) -> None:
-    """Every arrow of the plan must have run, as often as planned: no more, no fewer. `left_out`: layers not run again."""
+    """Every arrow of the plan must have run, as often as planned: no more, no fewer. `left_out`: layers not
+    run again."""
 
     def counted(where: Where) -> bool:
-        boundary = where.module in left_out and where.kind in ("in", "out")  # hooks of a layer that is not run still run
+        boundary = where.module in left_out and where.kind in (
+            "in",
+            "out",
+        )  # hooks of a layer that is not run still run
         return boundary or not any(f"{where.module}.".startswith(f"{path}.") for path in left_out)
 
     calls = Counter(call.path for call in found.captured.calls)
@@ -226,11 +261,14 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
             for where in filter(counted, places):
                 ran = calls[where.module] if where.site is None else 1
                 planned[_ARROWS.get((arrow.kind, arrow.enter), "other")] += ran
-    functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad")) is not None}
+    functions = {
+        id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad")) is not None
+    }
     actual = Counter(functions.values())
     for name in set(_ARROWS.values()):
         if planned[name] != actual[name] and not planned["other"]:
-            _raise(f"{planned[name]} arrows of kind {name.strip('_').lower()} were planned and {actual[name]} ran")
+            kind = name.strip("_").lower()
+            _raise(f"{planned[name]} arrows of kind {kind} were planned and {actual[name]} ran")
 
 
 _ARROWS = {
@@ -245,7 +283,8 @@ _ARROWS = {
 
 
 def _by_place(captured: CapturedGraph) -> dict[Any, list[fx.Node]]:
-    """Values by where they come from: results of module calls, then operations by their place in the source."""
+    """Values by where they come from: results of module calls, then operations by their place in the
+    source."""
     places: dict[Any, list[fx.Node]] = defaultdict(list)
     for call in captured.calls:
         for path, value in walk(call.output):

@@ -238,9 +238,11 @@ class Recorder(TorchFunctionMode):
     # --- values ---
 
     def _lift(self, value: Any) -> Any:
-        """`value` with nodes in place of tensors; tracked numbers stay."""
+        """`value` with nodes in place of tensors; tracked numbers stay, if they are of this run."""
         if isinstance(value, torch.Tensor):
             return self._node(value)
+        if isinstance(value, (TrackedInt, TrackedFloat)):
+            return value if value.log in (None, self.skeleton.log) else plain(value)
         return map_parts(value, self._lift)
 
     def _output(self, value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Puts a plan onto a model, in place.
 
-Leaf modules become parallel layers, parameters get their local slices (the Parameter objects stay), attributes their
-local values, module boundaries their arrows, and where an arrow or a size must sit inside a forward, that one module's
-forward is rewritten at that call. `print(model)` shows the layers; `model.autotp` holds what was done.
+Leaf modules become parallel layers, parameters get their local slices (the Parameter objects stay),
+attributes their local values, module boundaries their arrows, and where an arrow or a size must sit inside a
+forward, that one module's forward is rewritten at that call. `print(model)` shows the layers; `model.autotp`
+holds what was done.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .state import ShardState
 
 
 def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Make `model` rank `comm.rank`'s part of `plan`. The plan is trusted: `plan()` has checked it on a hollow copy."""
+    """Make `model` rank `comm.rank`'s part of `plan`. The plan is trusted: `plan()` has checked it on a
+    hollow copy."""
     if comm.size != plan.tp:
         raise PlanError(f"the plan is for {plan.tp} ranks, there are {comm.size}")
     state = ShardState.prepare(model, plan, comm)
@@ -53,7 +55,9 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     patches: dict[str, dict[Site, _Patch]] = defaultdict(lambda: defaultdict(_Patch))
     for argument in plan.arguments:
         assert argument.where.site is not None
-        patches[argument.where.module][argument.where.site].ints[argument.where.path] = argument.local[comm.rank]
+        patches[argument.where.module][argument.where.site].ints[argument.where.path] = argument.local[
+            comm.rank
+        ]
     for collective in plan.collectives:
         convert = Conversion(collective, comm)
         for where in collective.where:
@@ -71,15 +75,25 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     for seen in plan.observed:
         for where in seen.where:
             show = ShowWhole(Conversion(seen, comm), len(seen.shape))
-            at_results.append((where.module, ResultHook(where.path, show, LookedAt(where.kind == "new", request))))
-    for module, hook in reversed(at_results):  # before the hooks that are there: those see whole values, as ever
+            at_results.append(
+                (where.module, ResultHook(where.path, show, LookedAt(where.kind == "new", request)))
+            )
+    for module, hook in reversed(
+        at_results
+    ):  # before the hooks that are there: those see whole values, as ever
         model.get_submodule(module).register_forward_hook(hook, prepend=True)
     if plan.observed:
         request.watch(model)
     for module, sites in patches.items():
         guard = SiteGuard(module, tuple(map(str, sites)))
         owner = model.get_submodule(module)
-        patch_forward(owner, {s: SitePatch(p.ints, p.before, guard.watch(i, p.after)) for i, (s, p) in enumerate(sites.items())})
+        patch_forward(
+            owner,
+            {
+                s: SitePatch(p.ints, p.before, guard.watch(i, p.after))
+                for i, (s, p) in enumerate(sites.items())
+            },
+        )
         owner.register_forward_hook(guard)
     state.finish(model)
 
@@ -94,8 +108,8 @@ class _Patch:
 class SiteGuard:
     """Sees that a module whose forward is rewritten at some calls makes all of them.
 
-    A branch that was not taken when the model was captured would run unchanged code on shards, perhaps with the right
-    shapes. That must not pass in silence.
+    A branch that was not taken when the model was captured would run unchanged code on shards, perhaps with
+    the right shapes. That must not pass in silence.
     """
 
     def __init__(self, module: str, sites: tuple[str, ...]):
@@ -120,9 +134,10 @@ class SiteGuard:
         self.seen.clear()
         if missed:
             raise AutotpError(
-                f"{self.module}: this call took another way through the model's code than the captured one, past "
-                f"{missed[0]}, where a size or a collective had been put. Parallelize with example_inputs like the real "
-                "ones (mask, cache), or keep the module whole with a policy: `replicate`."
+                f"{self.module}: this call took another way through the model's code than the captured one, "
+                f"past {missed[0]}, where a size or a collective had been put. Parallelize with "
+                "example_inputs like the real ones (mask, cache), or keep the module whole with a policy: "
+                "`replicate`."
             ).at(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiteGuard:
@@ -141,7 +156,9 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
     options = layer.options
     if layer.kind == "column":
         out_dim = 1 if layers.is_transposed(module) else 0
-        layers.make_column(module, layout("weight", out_dim), comm, gather_output="gather" in options, enter=False)
+        layers.make_column(
+            module, layout("weight", out_dim), comm, gather_output="gather" in options, enter=False
+        )
     elif layer.kind == "row":
         in_dim = 0 if layers.is_transposed(module) else 1
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
@@ -165,7 +182,8 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
 
 
 def set_attribute(module: nn.Module, name: str, value: int) -> None:
-    """Set an int attribute, dotted ones (`config.num_heads`) on a copy of the config that only this module has."""
+    """Set an int attribute, dotted ones (`config.num_heads`) on a copy of the config that only this module
+    has."""
     owner: Any = module
     *configs, last = name.split(".")
     for part in configs:
@@ -219,11 +237,12 @@ class Conversion:
             units, rest = divmod(size, per_unit)
             if rest:
                 raise AutotpError(
-                    f"a {self.kind} expected a dim of a multiple of {per_unit}, got {size}: the model took another way "
-                    "than the one that was captured; give example_inputs like the real ones."
+                    f"a {self.kind} expected a dim of a multiple of {per_unit}, got {size}: the model took "
+                    "another way than the one that was captured; give example_inputs like the real ones."
                 )
             self._layouts[i, size] = tuple(
-                tuple((u * d.unit + a, u * d.unit + b) for u in range(units) for a, b in ranges) for ranges in d.layout
+                tuple((u * d.unit + a, u * d.unit + b) for u in range(units) for a, b in ranges)
+                for ranges in d.layout
             )
         return self._layouts[i, size]
 
@@ -247,7 +266,9 @@ class ArgumentHook:
             hook = cls(path[1:], str(head), names.index(str(head)) if head in names else None, convert)
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
         if self.position is not None and self.position < len(args):
             i = self.position
             return (*args[:i], edited(args[i], self.path, self.convert), *args[i + 1 :]), kwargs
@@ -271,7 +292,8 @@ class ResultHook:
 
 
 def edited(value: Any, path: ArgPath, change: Callable[[Any], Any]) -> Any:
-    """`value` with the part at `path` changed; containers are copied, a part that is not there is left out."""
+    """`value` with the part at `path` changed; containers are copied, a part that is not there is left
+    out."""
     if not path:
         return change(value)
     if value is None:

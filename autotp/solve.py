@@ -1,9 +1,10 @@
 """Which numbers in the model's code must become local, so that it runs on its shard.
 
-`view(b, s, self.num_heads, self.head_dim)` is right on a rank only if `num_heads` is the rank's own. Every int that an
-operation was given is one of: derived from a shape (local by itself), derived from attributes, or a literal. The planner
-knows what each must be on each rank (`wanted`). `solve` looks for attribute values under which every recorded expression
-gives what is wanted; what no attribute can give is overridden at its call site.
+`view(b, s, self.num_heads, self.head_dim)` is right on a rank only if `num_heads` is the rank's own. Every
+int that an operation was given is one of: derived from a shape (local by itself), derived from attributes,
+or a literal. The planner knows what each must be on each rank (`wanted`). `solve` looks for attribute values
+under which every recorded expression gives what is wanted; what no attribute can give is overridden at its
+call site.
 
 An attribute is made local only if *all* its recorded uses agree, also those that want the whole value.
 """
@@ -21,7 +22,7 @@ from torch import fx
 
 from .axes import Axis, factors, leaves
 from .choose import Choice
-from .flow import GraphIndex, describe, has_tensor, walk
+from .graph import GraphIndex, describe, has_tensor, walk
 from .ints import Attr, Dim, Expr, TrackedFloat, TrackedInt, atoms, evaluate, plain
 from .local import local_offset, local_size
 from .sites import Frame
@@ -36,7 +37,9 @@ class LocalShapes:
         self.index, self.choice, self.rank = index, choice, rank
         self._leaves: dict[fx.Node, set[Axis]] = defaultdict(set)
         for axis, flow in choice.flows.items():
-            partner = choice.splits[axis].partner  # a value with the groups' axis has the key/value heads' axis too
+            partner = choice.splits[
+                axis
+            ].partner  # a value with the groups' axis has the key/value heads' axis too
             for node in flow.sharded:
                 self._leaves[node] |= {axis} if partner is None else {axis, partner}
 
@@ -80,7 +83,9 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
     shapes = LocalShapes(index, choice, rank)
     solution = Solution()
     wants = list(wanted_ints(index, shapes))
-    pinned = {(a.module, a.name) for a, frames in index.captured.escapes.items() if any(map(_passed_on, frames))}
+    pinned = {
+        (a.module, a.name) for a, frames in index.captured.escapes.items() if any(map(_passed_on, frames))
+    }
     constraints: dict[Key, list[Want]] = defaultdict(list)
     for want in wants:
         for atom in _attrs(want):
@@ -96,15 +101,17 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
         if want.fixed:
             solution.patches[want.node, want.path] = want.wanted
         else:
-            why = f"{describe(want.node)}: the size {want.value} must become {want.wanted}, but depends on the batch or length"
+            must = f"the size {want.value} must become {want.wanted}, but depends on the batch or length"
+            why = f"{describe(want.node)}: {must}"
             solution.problems.append((why, want.axes))
     return solution
 
 
 def _passed_on(frame: Frame) -> bool:
-    """Was a bare value handed to other code there (`math.sqrt(n)`)? A comparison is none: both its sides become local."""
-    opname = next((i.opname for i in dis.get_instructions(frame.code) if i.offset == frame.lasti), "")
-    return opname.startswith(("CALL", "PRECALL"))
+    """Was a bare value handed to other code there (`math.sqrt(n)`)? A comparison is none: both its sides
+    become local."""
+    names = (i.opname for i in dis.get_instructions(frame.code) if i.offset == frame.lasti)
+    return next(names, "").startswith(("CALL", "PRECALL"))
 
 
 def _expr(value: Any) -> Expr | None:
@@ -167,7 +174,8 @@ def _groups(constraints: dict[Key, list[Want]]) -> Iterator[set[Key]]:
 
 
 def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: LocalShapes) -> dict[Key, int]:
-    """The fewest attributes made local under which no want is worse off and as many as possible come right."""
+    """The fewest attributes made local under which no want is worse off and as many as possible come
+    right."""
     original = {k: index.attribute(*k) for k in keys}
     options: dict[Key, list[int]] = {}
     parts = _parts(choice, shapes.rank, {a for w in wants for a in w.axes})
@@ -182,7 +190,7 @@ def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: Loca
     for count in range(1, min(len(movable), 4) + 1):
         for chosen in itertools.combinations(movable, count):
             for values in itertools.product(*(options[k] for k in chosen)):
-                trial = dict(zip(chosen, values))
+                trial = dict(zip(chosen, values, strict=False))
                 if any(_gives(w, trial, shapes) != w.wanted for w in unmoved):
                     continue
                 score = sum(_gives(w, trial, shapes) == w.wanted for w in wants)
@@ -194,19 +202,24 @@ def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: Loca
 
 
 def _parts(choice: Choice, rank: int, axes: set[Axis]) -> set[tuple[int, int]]:
-    """By which ratios sizes shrink on this rank: (local, whole) of each axis, and of key/value heads times groups."""
+    """By which ratios sizes shrink on this rank: (local, whole) of each axis, and of key/value heads times
+    groups."""
     found = set()
     for axis in axes:
         split = choice.splits[axis]
         found.add((split.size(rank), axis.size))
         if split.partner is not None:
-            found.add((split.size(rank) * choice.splits[split.partner].size(rank), axis.size * split.partner.size))
+            found.add(
+                (split.size(rank) * choice.splits[split.partner].size(rank), axis.size * split.partner.size)
+            )
     return found
 
 
 def wanted_ints(index: GraphIndex, shapes: LocalShapes) -> Iterator[Want]:
-    """Every int given to an operation that is not plainly right: tracked ones, and literals along sharded dims."""
-    dynamic = {leaf for n in index.nodes if n.op == "placeholder" for leaf in index.carried.get(n, ())}
+    """Every int given to an operation that is not plainly right: tracked ones, and literals along sharded
+    dims."""
+    inputs = [n for n in index.nodes if n.op == "placeholder"]
+    dynamic = {leaf for n in inputs for leaf in index.carried.get(n, ())}
     for node in index.nodes:
         if node.op not in ("call_function", "call_method") or node not in index.axes.of:
             continue
@@ -232,8 +245,11 @@ def wanted_ints(index: GraphIndex, shapes: LocalShapes) -> Iterator[Want]:
                 yield Want(node, path, plain(value), plain(value), frozenset(), False)
 
 
-def _sizes(index: GraphIndex, node: fx.Node) -> Iterator[tuple[tuple[int | str, ...], tuple[fx.Node, Axis, int | None]]]:
-    """Which int arguments state which sizes: argument path -> (value whose dim it is, the dim, offset in it or None)."""
+def _sizes(
+    index: GraphIndex, node: fx.Node
+) -> Iterator[tuple[tuple[int | str, ...], tuple[fx.Node, Axis, int | None]]]:
+    """Which int arguments state which sizes: argument path -> (value whose dim it is, the dim, offset in it
+    or None)."""
     name = getattr(node.target, "__name__", str(node.target))
     args, kwargs = node.meta["args"], node.meta["kwargs"]
     out = index.axes.of[node]
@@ -246,13 +262,22 @@ def _sizes(index: GraphIndex, node: fx.Node) -> Iterator[tuple[tuple[int | str, 
             return [((first, i), v) for i, v in enumerate(args[first])]
         return [((i,), v) for i, v in enumerate(args) if i >= first]
 
-    if name in ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to"):
+    if name in (
+        "view",
+        "reshape",
+        "expand",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "broadcast_to",
+    ):
         sizes = listed(1, "shape" if name == "reshape" else "size")
     elif name in ("zeros", "ones", "empty", "full", "rand", "randn"):
         sizes = listed(0, "size")
     else:
         sizes = []
-    for (path, _), axis in zip(sizes, out):
+    for (path, _), axis in zip(sizes, out, strict=False):
         yield path, (node, axis, None)
     if name == "unflatten":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % node_ndim(args[0])
@@ -292,7 +317,9 @@ def node_ndim(node: fx.Node) -> int:
     return node.meta["val"].ndim
 
 
-def _slice_offsets(index: GraphIndex, source: fx.Node, given: Any) -> Iterator[tuple[tuple[int | str, ...], tuple[fx.Node, Axis, int]]]:
+def _slice_offsets(
+    index: GraphIndex, source: fx.Node, given: Any
+) -> Iterator[tuple[tuple[int | str, ...], tuple[fx.Node, Axis, int]]]:
     dims = index.axes.of.get(source)
     if not dims or not isinstance(dims[0], Axis):
         return

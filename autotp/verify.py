@@ -1,7 +1,7 @@
 """A plan proven on the model itself: the parallel model against the unsharded one, number by number.
 
-In one process the ranks are simulated by threads, so no launcher and no GPU is needed; under torchrun the real processes
-are used. The model given is never changed.
+In one process the ranks are simulated by threads, so no launcher and no GPU is needed; under torchrun the
+real processes are used. The model given is never changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from .comm import Comm, ProcessComm, simulate
 from .errors import VerifyError
-from .flow import walk
+from .graph import walk
 from .plan import Plan
 from .planner import given_inputs
 from .planner import plan as make_plan
@@ -28,7 +28,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, to
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: the largest difference relative to the largest value, or the number of tokens that differ."""
+    """One comparison: the largest difference relative to the largest value, or the number of tokens that
+    differ."""
 
     name: str
     error: float
@@ -58,9 +59,10 @@ class Report:
         return self
 
     def __str__(self) -> str:
-        head = f"{self.plan.model} over tp={self.plan.tp}: {self.plan.sharded_fraction:.1%} of the block weights sharded"
+        share = f"{self.plan.sharded_fraction:.1%} of the block weights sharded"
+        head = f"{self.plan.model} over tp={self.plan.tp}: {share}"
         rows = [
-            f"  {'ok   ' if c.ok else 'WRONG'} {c.name:12} {c.error:.1e} (limit {c.limit:.0e}){' ' + c.detail if c.detail else ''}"
+            f"  {'ok   ' if c.ok else 'WRONG'} {c.name:12} {c.error:.1e} (limit {c.limit:.0e}) {c.detail}"
             for c in self.checks
         ]
         return "\n".join([head, *rows])
@@ -76,11 +78,12 @@ def verify(
     new_tokens: int = 8,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Run `model` whole and over `tp` ranks and compare: output, parameters after `steps` AdamW steps with gradient
-    clipping, greedy generation (where the model generates), and the parameters gathered back bit for bit.
+    """Run `model` whole and over `tp` ranks and compare: output, parameters after `steps` AdamW steps with
+    gradient clipping, greedy generation (where the model generates), and the parameters gathered back bit
+    for bit.
 
-    Needs memory for the model and one more copy of it, plus its gradients and optimizer states when steps > 0.
-    Raises CaptureError, PlanError; a wrong number is reported, not raised (`Report.raise_if_wrong`).
+    Needs memory for the model and one more copy of it, plus its gradients and optimizer states when steps >
+    0. Raises CaptureError, PlanError; a wrong number is reported, not raised (`Report.raise_if_wrong`).
     """
     progress("planning")
     inputs = given_inputs(model, example_inputs)
@@ -113,14 +116,22 @@ def _run(model: nn.Module, inputs: dict[str, Any], steps: int, new_tokens: int) 
         found["output"] = [t.detach().clone() for t in tensors(model(**inputs))]
     ids = inputs.get("input_ids")
     if new_tokens and ids is not None and hasattr(model, "generate") and _can_generate(model):
-        found["tokens"] = model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+        generate: Any = model.generate
+        found["tokens"] = generate(
+            ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+        )
     if steps:
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-5)  # a zero gradient is noise: no step of full size for it
+        optimizer = torch.optim.AdamW(
+            trained, lr=1e-3, eps=1e-5
+        )  # a zero gradient is noise: no step of full size for it
         norms = []
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = sum(t.float().pow(2).mean() if t.dtype.itemsize < 4 else t.pow(2).mean() for t in _differentiable(model(**inputs)))
+            loss = sum(
+                t.float().pow(2).mean() if t.dtype.itemsize < 4 else t.pow(2).mean()
+                for t in _differentiable(model(**inputs))
+            )
             loss.backward()  # type: ignore[union-attr]
             norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
             optimizer.step()
@@ -149,7 +160,8 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference relative to the largest value of `want`; infinite where shapes or finiteness differ."""
+    """The largest difference relative to the largest value of `want`; infinite where shapes or finiteness
+    differ."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
@@ -178,7 +190,7 @@ def _compare(whole: dict[str, Any], ranks: list[dict[str, Any]], limit: float) -
 def _worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     if len(got) != len(want):
         return float("inf")
-    return max((relative_error(g, w) for g, w in zip(got, want)), default=0.0)
+    return max((relative_error(g, w) for g, w in zip(got, want, strict=False)), default=0.0)
 
 
 def _different_tokens(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -188,7 +200,11 @@ def _different_tokens(got: torch.Tensor, want: torch.Tensor) -> float:
 def _worst_step(got: dict[str, Any], whole: dict[str, Any]) -> tuple[float, str]:
     """AdamW moves every weight by about its learning rate: compare the moves, not the weights."""
     worst = (0.0, "")
-    scale = max(float((whole["step"][k].double() - v.double()).abs().max()) for k, v in whole["state"].items() if v.numel())
+    scale = max(
+        float((whole["step"][k].double() - v.double()).abs().max())
+        for k, v in whole["state"].items()
+        if v.numel()
+    )
     for name, want in whole["step"].items():
         if want.numel():
             difference = float((got["step"][name].double() - want.double()).abs().max()) / max(scale, 1e-30)

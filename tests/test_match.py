@@ -11,7 +11,7 @@ from models import MODELS
 from torch import nn
 
 from autotp.capture import capture
-from autotp.flow import GraphIndex
+from autotp.graph import GraphIndex
 from autotp.match import roles, structure
 from autotp.propagate import propagate
 

@@ -1,4 +1,4 @@
-"""Every tiny model, split over simulated ranks, against itself whole: output, tokens, weights after AdamW steps."""
+"""Every tiny model over simulated ranks, against itself whole: output, tokens, weights after AdamW steps."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import autotp
 
 # Less than 0.9 of the block weights sharded, and why.
 PARTLY = {
-    ("llama_3heads", 4): "3 heads are fewer than the 4 ranks: queries and keys stay whole, values are split by their width",
+    ("llama_3heads", 4): "3 heads are fewer than 4 ranks: queries and keys stay whole, values split by width",
     ("olmo2", 4): "its norm runs over all key heads, and 2 key heads over 4 ranks would be counted twice",
     ("stablelm_qknorm", 2): "a norm of its own for every head, called one by one in Python",
     ("stablelm_qknorm", 4): "a norm of its own for every head, called one by one in Python",

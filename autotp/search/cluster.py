@@ -68,19 +68,22 @@ class Software:
     """How the training program behaves. fused_attention: false for software of before 2022, which wrote the score matrix.
 
     launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times that. tp_overlap,
-    dp_overlap: the share of such communication that can hide behind computation. gradient_bytes: of a gradient that is
+    dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide behind computation. gradient_bytes: of a gradient that is
     accumulated and reduced. reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model.
     decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle: by how much
-    launch-bound ranks of tp=8 hold each other up.
+    launch-bound ranks of tp=8 hold each other up. traffic: bytes that the regions between products really move, over those of
+    perfect fusion.
     """
 
     fused_attention: bool = True
     launch_us: float = 20.0
     decode_launch_us: float = 2.0
     straggle: float = 0.25
+    traffic: float = 1.0
     tp_overlap: float = 0.0
     dp_overlap: float = 0.0
     pp_overlap: float = 0.0
+    zero3_overlap: float = 0.7
     gradient_bytes: float = 4.0
     reserve: float = 1.0
     step_ms: float = 10.0

@@ -126,7 +126,7 @@ def attention_time(cluster: Cluster, a: Attention, s: Setting) -> tuple[Array, A
 def region_time(cluster: Cluster, moved: Shares, s: Setting, kernels: int) -> Array:
     """Seconds of the regions between products, that read and write so many elements."""
     moved = Shares(moved)
-    size = s.width * moved.local(s.tp, s.divide) * s.micro_batch / s.cp
+    size = s.width * moved.local(s.tp, s.divide) * s.micro_batch / s.cp * cluster.software.traffic
     return size / (cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream) + kernels * cluster.gpu.kernel_us * 1e-6
 
 

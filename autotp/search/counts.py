@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import AutotpError, SearchError
-from ..flow import GraphIndex, tensors_of
+from ..graph import GraphIndex, tensors_of
 from ..inputs import example_inputs
 from ..match import structure
 from ..planner import Analysis, analyse

@@ -18,6 +18,7 @@ from .generate import generation
 from .schedule import SCHEDULES, Timeline, balanced, in_flight, simulate
 
 RECOMPUTE = ("none", "selective", "full")
+OPTIMIZER_TRAFFIC = 34.0  # bytes that Adam reads and writes per parameter, with the clip of the gradients' norm
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,10 @@ def _train(workload: Workload, cluster: Cluster, c: Config) -> Prediction:
     slowest = int(np.argmax(rank_work))
     held = [[i for k in range(r, len(stages), c.pp) for i in stages[k]] for r in range(c.pp)]
     params = memory.stage_params(workload, held, s.tp)[0]
-    data, optimizer = _data_parallel(cluster, c, params, min(backward) * c.virtual_stages, forward, backward)
+    data, optimizer = (float(x) for x in data_parallel(
+        cluster, c.tp, c.dp * c.cp, c.zero, params.max(), min(sum(backward[r :: c.pp]) for r in range(c.pp)), max(rank_work),
+        c.microbatches, c.dtype,
+    ))
     step = pipeline + data + optimizer + cluster.software.step_ms * 1e-3
     computing = c.microbatches * sum(compute_f[i] + compute_b[i] for i in held[slowest])
     sending = c.microbatches * sum(sent_f[i] + sent_b[i] for i in held[slowest])
@@ -250,32 +254,31 @@ def _pipeline(forward: list[float], backward: list[float], hop: float, c: Config
     return timeline.length + (c.microbatches - few) * longest, timeline
 
 
-def _data_parallel(
-    cluster: Cluster, c: Config, params: np.ndarray, window: float, forward: list[float], backward: list[float]
-) -> tuple[float, float]:
-    """Seconds of exposed data-parallel communication, and of the optimizer."""
-    software, ranks = cluster.software, c.dp * c.cp
-    most = float(params.max())
-    weight = 4.0 if c.dtype == "fp32" else 2.0
+def data_parallel(
+    cluster: Cluster, tp: Any, ranks: Any, zero: Any, params: Any, backward: Any, micro_step: Any, microbatches: Any, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a configuration.
+
+    ranks: data-parallel ones; params: of the fullest rank; backward: seconds of a micro-batch's, behind which gradients can
+    be reduced; micro_step: seconds of a micro-batch, forward and backward.
+    """
+    software = cluster.software
+    weight = 4.0 if dtype == "fp32" else 2.0
     bandwidth = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
-    optimizer = most * 34.0 / (ranks if c.zero else 1) / bandwidth
-    if ranks == 1:
-        return 0.0, optimizer
+    optimizer = params * OPTIMIZER_TRAFFIC / np.where(np.asarray(zero) > 0, ranks, 1) / bandwidth
 
-    def move(kind: str, size: float) -> float:
-        return float(spread(cluster, kind, ranks, c.tp, size))
+    def move(kind: str, width: float) -> np.ndarray:
+        return spread(cluster, kind, ranks, tp, params * width)
 
-    if c.zero == 0:
-        return max(0.0, move("reduce", most * software.gradient_bytes) - software.dp_overlap * window), optimizer
-    if c.zero < 3:
-        reduce, gather = move("scatter", most * software.gradient_bytes), move("gather", most * weight)
-        hidden = software.dp_overlap * min(window, reduce) + software.dp_overlap * min(sum(forward[:1]), gather)
-        return max(0.0, reduce + gather - hidden), optimizer
-    # ZeRO 3: weights gathered for each forward and backward, gradients scattered after each, beside the computation.
-    each = 2 * move("gather", most * weight) + move("scatter", most * weight)
-    computing = sum(forward) + sum(backward)
-    exposed = max(each - computing * max(software.dp_overlap, 0.5), each * 0.08)
-    return exposed * c.microbatches, optimizer
+    whole = np.maximum(0.0, move("reduce", software.gradient_bytes) - software.dp_overlap * backward)
+    reduce, gather = move("scatter", software.gradient_bytes), move("gather", weight)
+    hidden = np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)
+    halves = reduce + gather - software.dp_overlap * hidden
+    # ZeRO 3: weights gathered for each forward and each backward, gradients scattered after each, beside the computation.
+    each = 2 * move("gather", weight) + move("scatter", weight)
+    sharded = microbatches * np.maximum(each - software.zero3_overlap * micro_step, each * 0.05)
+    exposed = np.select([np.asarray(zero) == 0, np.asarray(zero) < 3], [whole, halves], sharded)
+    return np.where(np.asarray(ranks) > 1, exposed, 0.0), optimizer
 
 
 def stage_memory(workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting) -> tuple[tuple[float, ...], dict[str, float]]:

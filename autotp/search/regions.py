@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..flow import GraphIndex, has_tensor, tensors_of
+from ..graph import GraphIndex, has_tensor, tensors_of
 
 SizeByWays = dict[int, float]
 
