@@ -7,7 +7,9 @@ from .plan import Plan as Plan
 from .planner import plan as plan
 from .search import predict as predict
 from .rules import rule as rule
+from .save import save as save
 from .state import full_state_dict as full_state_dict
 from .verify import verify as verify
+from .weights import load as load
 
-__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "parallelize", "plan", "predict", "rule", "verify"]
+__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "load", "parallelize", "plan", "predict", "rule", "save", "verify"]

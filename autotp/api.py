@@ -16,6 +16,7 @@ from .plan import Plan
 from .planner import plan as make_plan
 from .planner import warn_replicated
 from .rewrite import rewrite
+from .save import install_save
 from .state import refuse_partial_saves
 
 
@@ -81,6 +82,7 @@ def parallelize(
         synchronise_rng(model, ranks)
         refuse_resize(model)
         refuse_partial_saves(model)
+        install_save(model)
     return model
 
 

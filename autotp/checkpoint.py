@@ -1,4 +1,5 @@
-"""A checkpoint's files as lazy tensors by name: nothing is read but headers, and what is wrong is told by name."""
+"""A checkpoint's files as lazy tensors by name: nothing is read but headers, and what is wrong is told by
+name."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .lazy import LazyTensor, lazy
 from .layouts import take_dim
+from .lazy import LazyTensor, fill, lazy
 from .tensorfiles import ReadCounter, Region, read_header
 
 SAFE_INDEX, SAFE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -48,7 +49,8 @@ class InMemory:
 
 
 def locate(source: str | Path) -> Path:
-    """The directory of `source`: itself, or where the hub's files of that id are (fetched when they are not here yet).
+    """The directory of `source`: itself, or where the hub's files of that id are (fetched when they are not
+    here yet).
 
     Raises CheckpointError where it is neither.
     """
@@ -58,11 +60,15 @@ def locate(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise CheckpointError(f"{source} is no directory; to fetch it from a hub: pip install huggingface_hub.") from error
+        raise CheckpointError(
+            f"{source} is no directory; to fetch it from a hub: pip install huggingface_hub."
+        ) from error
     wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
     try:
         return Path(snapshot_download(str(source), allow_patterns=wanted))
-    except Exception as error:  # of the hub, the network or the name: all mean that there is no such checkpoint here
+    except (
+        Exception
+    ) as error:  # of the hub, the network or the name: all mean that there is no such checkpoint here
         first = str(error).strip().splitlines()[:1]
         raise CheckpointError(f"{source} is no directory, and no hub gave it: {''.join(first)}") from error
 
@@ -71,9 +77,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
     """The tensors of a directory in Hugging Face's layout, or of one .safetensors file.
 
     allow_pickle: also read pytorch_model.bin, with torch's `weights_only`, which runs none of its code.
-    Raises CheckpointError, with all that is wrong, by name: files that are missing, cut off or damaged, entries of the
-    index that no file has.
-    """
+    Raises CheckpointError, with all that is wrong, by name: files that are missing, cut off or damaged,
+    entries of the index that no file has."""
     if path.is_file():
         return _open_safetensors(path.parent, {path.name: None})
     if not path.is_dir():
@@ -87,10 +92,13 @@ def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
         raise CheckpointError(f"{path} holds no weights: neither {SAFE_FILE} nor {SAFE_INDEX}.")
     if not allow_pickle:
         raise CheckpointError(
-            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it is read with "
-            "weights_only, which runs none of its code), or convert it: from_pretrained and save_pretrained."
+            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it is "
+            "read with weights_only, which runs none of its code), or convert it: from_pretrained and "
+            "save_pretrained."
         )
-    return _open_pickles(path, _indexed(path / PICKLE_INDEX) if pickles[0] == PICKLE_INDEX else {PICKLE_FILE: None})
+    return _open_pickles(
+        path, _indexed(path / PICKLE_INDEX) if pickles[0] == PICKLE_INDEX else {PICKLE_FILE: None}
+    )
 
 
 def _indexed(index: Path) -> dict[str, set[str] | None]:
@@ -117,7 +125,10 @@ def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Check
         tensors, _, faults = read_header(path / file, found.counter)
         wrong += faults
         if not faults:
-            wrong += [f"{file}: the index says it holds {name}, it does not" for name in sorted((expected or set()) - set(tensors))]
+            wrong += [
+                f"{file}: the index says it holds {name}, it does not"
+                for name in sorted((expected or set()) - set(tensors))
+            ]
         for name, tensor in tensors.items():
             if expected is None or name in expected:
                 found.tensors[name] = lazy(tensor.shape, tensor.dtype, tensor)
@@ -127,7 +138,8 @@ def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Check
 
 def _open_pickles(path: Path, files: Mapping[str, set[str] | None]) -> Checkpoint:
     warnings.warn(
-        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only the rank's part.",
+        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only the "
+        "rank's part.",
         stacklevel=4,
     )
     found, wrong = Checkpoint(path, {}), []
@@ -158,7 +170,9 @@ def _unpickled(file: Path) -> dict[str, Any]:
 
 def _raise(path: Path, wrong: list[str]) -> None:
     if wrong:
-        raise CheckpointError(f"{path} can't be loaded:\n" + "\n".join(f"  {line}" for line in shortened(wrong)))
+        raise CheckpointError(
+            f"{path} can't be loaded:\n" + "\n".join(f"  {line}" for line in shortened(wrong))
+        )
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -168,8 +182,6 @@ def shortened(lines: list[str]) -> list[str]:
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two lazy tensors hold the same, read a block of rows at a time."""
-    from .lazy import fill
-
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     for region, shape in _row_blocks(a):

@@ -1,10 +1,10 @@
 """Tensors that are not there yet, but know where they come from.
 
-A `LazyTensor` has a shape and a dtype and stands for a tensor of a file, or for what operations make of some. Any Python
-code may split, join, stack, transpose and rename them; then `fill` reads just the wanted part of the outcome, by following
-each operation backwards to the parts of its operands. So a checkpoint that is converted on load is cut *after* the
-conversion, and still only the rank's own bytes are read. Operations it has no way back for are run on whole operands.
-"""
+A `LazyTensor` has a shape and a dtype and stands for a tensor of a file, or for what operations make of some.
+Any Python code may split, join, stack, transpose and rename them; then `fill` reads just the wanted part of
+the outcome, by following each operation backwards to the parts of its operands. So a checkpoint that is
+converted on load is cut *after* the conversion, and still only the rank's own bytes are read. Operations it
+has no way back for are run on whole operands."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, source: Source | Made) -> LazyTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu", requires_grad=False
+        made = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
         made.source = source
         return made
@@ -57,8 +57,12 @@ class LazyTensor(Tensor):
         return f"LazyTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("device", "pin_memory", "non_blocking")}
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {
+            k: v for k, v in (kwargs or {}).items() if k not in ("device", "pin_memory", "non_blocking")
+        }
         out = func(*tree_map(_shell, args), **tree_map(_shell, kwargs))
         if isinstance(out, Tensor):
             return LazyTensor(out, Made(func, args, kwargs, 0))
@@ -141,7 +145,8 @@ def base(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- operations, backwards
 Back = Callable[[Made, Tensor, Region], bool]
 _BACK: dict[Any, Back] = {}
-"""For an operation: fill `dest` with a part of its result from parts of its operands. False where it can't be done so."""
+"""For an operation: fill `dest` with a part of its result from parts of its operands. False where it can't be
+done so."""
 
 
 def _backwards(*ops: Any) -> Callable[[Back], Back]:
@@ -160,7 +165,13 @@ def _dim(value: int, rank: int) -> int:
     return value % rank
 
 
-@_backwards(aten.alias.default, aten.detach.default, aten.clone.default, aten._to_copy.default, aten.contiguous.default)
+@_backwards(
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+)
 def _same(made: Made, dest: Tensor, region: Region) -> bool:
     fill(dest, made.args[0], region)  # a cast is `dest`'s
     return True
@@ -171,7 +182,10 @@ def _slice(made: Made, dest: Tensor, region: Region) -> bool:
     operand = made.args[0]
     if _arg(made, 4, "step", 1) != 1:
         return False
-    dim, size = _dim(_arg(made, 1, "dim", 0), operand.dim()), operand.shape[_dim(_arg(made, 1, "dim", 0), operand.dim())]
+    dim, size = (
+        _dim(_arg(made, 1, "dim", 0), operand.dim()),
+        operand.shape[_dim(_arg(made, 1, "dim", 0), operand.dim())],
+    )
     start = _arg(made, 2, "start") or 0
     start = min(max(start + size if start < 0 else start, 0), size)
     fill(dest, operand, _with(region, dim, _shifted(region[dim], start)))
@@ -266,29 +280,30 @@ def _stack(made: Made, dest: Tensor, region: Region) -> bool:
 
 @_backwards(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(made: Made, dest: Tensor, region: Region) -> bool:
-    """Where only the dims behind (or before) the wanted cut change their form, or a dim is split or joined whole."""
+    """Where only the dims behind (or before) the wanted cut change their form, or a dim is split or joined
+    whole."""
     operand, shape = made.args[0], [local_size(r) for r in region]
     full = _full_shape(made)
     cut = [d for d, (ranges, n) in enumerate(zip(region, full, strict=True)) if ranges != ((0, n),)]
     if len(cut) != 1:
         return False
-    # The cut dim must be, in the operand, one dim with as many elements before it: then its ranges scale.
+    # The cut dim must begin, in the operand too, where a dim does; then its ranges scale.
     before, size = math.prod(full[: cut[0]]), full[cut[0]]
-    seen = 1
-    for dim, n in enumerate(operand.shape):
-        if seen == before and n and (n % size == 0 or size % n == 0):
-            break
-        seen *= n
-    else:
+    begins = [math.prod(operand.shape[:d]) for d in range(operand.dim())]
+    dims = [d for d, n in enumerate(operand.shape) if begins[d] == before and n > 1]
+    if not dims:
         return False
+    dim, n = dims[0], operand.shape[dims[0]]
     ranges = region[cut[0]]
     if n % size == 0:
         ranges = merge([(a * (n // size), b * (n // size)) for a, b in ranges])
-    elif any(bound % (size // n) for pair in ranges for bound in pair):
+    elif size % n or any(bound % (size // n) for pair in ranges for bound in pair):
         return False
     else:
         ranges = merge([(a // (size // n), b // (size // n)) for a, b in ranges])
-    part = torch.empty([local_size(ranges) if d == dim else m for d, m in enumerate(operand.shape)], dtype=operand.dtype)
+    part = torch.empty(
+        [local_size(ranges) if d == dim else m for d, m in enumerate(operand.shape)], dtype=operand.dtype
+    )
     fill(part, operand, _with(whole_region(operand.shape), dim, ranges))
     dest.copy_(part.reshape(shape))
     return True

@@ -209,7 +209,7 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
             value.op in ("placeholder", "get_attr")
             or value in reduced
             or value in inside
-            or len(region) > 200
+            or len(region) > 2000
         ):
             return set()
         region.add(value)
@@ -274,7 +274,7 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
         value = todo.pop()
         if value in region or value in inside:
             continue
-        if value.op not in ("call_function", "call_module") or value in reduced or len(region) > 200:
+        if value.op not in ("call_function", "call_module") or value in reduced or len(region) > 2000:
             return set()
         others = [op.node for op in index.operands[value] if op.node is not node and op.node not in region]
         if any(wants_grad(other) and other.op != "get_attr" for other in others):

@@ -8,17 +8,19 @@ and a reason for each that is not.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .axes import Axis, leaves
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
-from .errors import AutotpError, PlanError
+from .errors import AutotpError, CaptureError, PlanError
 from .flow import Flow
 from .graph import GraphIndex, describe
 from .inputs import bind_inputs
@@ -135,7 +137,7 @@ def _unsupported(
             found.append(
                 (f"{describe(node)}: its statistics over a sharded axis can't be reduced", arrow.axes)
             )
-    for node in placement.inside:
+    for node in sorted(placement.inside, key=index.order.__getitem__):  # alike on all ranks
         if node.op == "call_function" and any(
             c.how == "lookup" and set(leaves(c.axis)) & set(choice.flows)
             for c in index.axes.facts[node].contracts
@@ -182,7 +184,7 @@ def plan_and_analysis(
         raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = given_inputs(quiet, example_inputs)
-    found = analyse(quiet, tp, inputs, load(policy))
+    found = _analyse_masked(quiet, tp, inputs, load(policy))
     refused: dict[Axis, str] = {}
     while True:
         result = to_plan(model, found, tp)
@@ -198,6 +200,22 @@ def plan_and_analysis(
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
             found = decide(found.index, tp, found.policy, refused)
+
+
+def _analyse_masked(model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy) -> Analysis:
+    """`analyse`, with a padding mask where the model takes one and none is given.
+
+    Attention without a mask may leave out what attention with one does (repeat the key heads, as often as an attribute
+    says); what runs with a mask runs without.
+    """
+    ids = inputs.get("input_ids")
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+    if takes_mask and inputs.get("attention_mask") is None and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+        try:
+            return analyse(model, tp, {**inputs, "attention_mask": torch.ones_like(ids)}, policy)
+        except CaptureError:
+            pass  # then without
+    return analyse(model, tp, inputs, policy)
 
 
 def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""transformers models without their weights: built on meta, their checkpoint's names and conversions followed, ties and
-buffers as `from_pretrained` makes them.
+"""transformers models without their weights: built on meta, their checkpoint's names and conversions
+followed, ties and buffers as `from_pretrained` makes them.
 
-All that is particular to transformers' loader stands in this file. The conversion is not reimplemented: transformers' own
-code runs on lazy tensors (`lazy.py`), on a hollow copy of the model, and what it puts there is the recipe for each
-parameter.
-"""
+All that is particular to transformers' loader stands in this file. The conversion is not reimplemented:
+transformers' own code runs on lazy tensors (`lazy.py`), on a hollow copy of the model, and what it puts there
+is the recipe for each parameter."""
 
 from __future__ import annotations
 
@@ -36,7 +35,9 @@ def _alone() -> Iterator[Any]:
         try:
             import transformers
         except ImportError as error:
-            raise ModelSourceError("Loading a checkpoint needs transformers: pip install 'autotp[hf]'.") from error
+            raise ModelSourceError(
+                "Loading a checkpoint needs transformers: pip install 'autotp[hf]'."
+            ) from error
         logging = transformers.utils.logging
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
@@ -48,12 +49,14 @@ def _alone() -> Iterator[Any]:
                 logging.enable_progress_bar()
 
 
-def build_unloaded(path: Path, dtype: torch.dtype | None, floating: torch.dtype | None, **overrides: Any) -> nn.Module:
+def build_unloaded(
+    path: Path, dtype: torch.dtype | None, floating: torch.dtype | None, **overrides: Any
+) -> nn.Module:
     """The model of `path`'s config with all tensors on meta, untied, in eval mode.
 
-    dtype: of the parameters; None: the config's, else `floating` (the checkpoint's). Modules that transformers keeps in
-    float32 are. overrides: of the config. Raises ModelSourceError; CheckpointError for quantised weights.
-    """
+    dtype: of the parameters; None: the config's, else `floating` (the checkpoint's). Modules that
+    transformers keeps in float32 are. overrides: of the config. Raises ModelSourceError; CheckpointError for
+    quantised weights."""
     with _alone() as transformers:
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), **overrides)
@@ -97,25 +100,30 @@ def _quantised(path: Path, how: Any) -> str:
     told = how if isinstance(how, Mapping) else vars(how)
     method = told.get("quant_method", "a method it does not name")
     return (
-        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed together with scales, and autotp "
-        "can't prove how to cut those. Load the unquantised checkpoint, or dequantise it first "
+        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed together with scales, "
+        "and autotp can't prove how to cut those. Load the unquantised checkpoint, or dequantise it first "
         "(from_pretrained, model.dequantize(), save_pretrained)."
     )
 
 
-def recipes(model: nn.Module, checkpoint: Checkpoint, *, allow_missing: bool, allow_unexpected: bool) -> dict[str, Tensor]:
+def recipes(
+    model: nn.Module, checkpoint: Checkpoint, *, allow_missing: bool, allow_unexpected: bool
+) -> dict[str, Tensor]:
     """For each name of the model's state dict that the checkpoint has: a lazy tensor, renamed and converted.
 
-    Raises CheckpointError with every name that is missing, unexpected, of another shape, or that could not be converted.
-    Nothing is read.
-    """
+    Raises CheckpointError with every name that is missing, unexpected, of another shape, or that could not be
+    converted. Nothing is read."""
     expected = model.state_dict()
     dtypes = {name: tensor.dtype for name, tensor in expected.items() if isinstance(tensor, Tensor)}
     if hasattr(model, "base_model_prefix"):
         found, missing, unexpected, wrong = _converted(model, checkpoint)
     else:
         found = {n: t for n, t in checkpoint.tensors.items() if n in dtypes}
-        wrong = [_other_shape(n, t.shape, expected[n].shape) for n, t in found.items() if t.shape != expected[n].shape]
+        wrong = [
+            _other_shape(n, t.shape, expected[n].shape)
+            for n, t in found.items()
+            if t.shape != expected[n].shape
+        ]
         missing, unexpected = set(dtypes) - set(found), set(checkpoint.tensors) - set(dtypes)
     missing -= _tied_to_present(model, set(found))
     told = [] if allow_missing else [f"missing: {name}" for name in sorted(missing)]
@@ -123,8 +131,9 @@ def recipes(model: nn.Module, checkpoint: Checkpoint, *, allow_missing: bool, al
     told += [] if allow_unexpected else shortened([f"unexpected: {name}" for name in sorted(unexpected)])
     if told:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit {type(model).__name__}:\n" + "\n".join(f"  {line}" for line in told)
-            + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out what is unexpected."
+            f"{checkpoint.path} does not fit {type(model).__name__}:\n"
+            + "\n".join(f"  {line}" for line in told)
+            + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out the unexpected."
         )
     return {name: t if t.dtype == dtypes[name] else t.to(dtypes[name]) for name, t in found.items()}
 
@@ -134,7 +143,8 @@ def _other_shape(name: str, got: Any, want: Any) -> str:
 
 
 def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], set[str], set[str], list[str]]:
-    """What transformers makes of the checkpoint's tensors: found, missing, unexpected, and what went wrong."""
+    """What transformers makes of the checkpoint's tensors: found, missing, unexpected, and what went
+    wrong."""
     with _alone():
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -143,11 +153,16 @@ def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], s
         twin: Any = hollow(model)
         mapping = get_model_conversion_mapping(twin)
         dtype = model.config.dtype
-        how = LoadStateDictConfig(dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping)
+        how = LoadStateDictConfig(
+            dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
+        )
         info, _ = convert_and_load_state_dict_in_model(twin, dict(checkpoint.tensors), how)
         model._weight_conversions = twin._weight_conversions  # saving goes the same way back
         shapes = [_other_shape(*entry) for entry in info.mismatched_keys]
-        errors = [f"conversion: {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
+        errors = [
+            f"conversion: {name}: {text.strip().splitlines()[-1]}"
+            for name, text in info.conversion_errors.items()
+        ]
         model._adjust_missing_and_unexpected_keys(info)
         found = {
             name: tensor
@@ -166,11 +181,14 @@ def _tied_to_present(model: nn.Module, present: set[str]) -> set[str]:
     by_tensor: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(p), set()).add(name)
-    return {n for group in (*groups.values(), *by_tensor.values()) if group & present for n in group - present}
+    return {
+        n for group in (*groups.values(), *by_tensor.values()) if group & present for n in group - present
+    }
 
 
 def untied(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
-    """Names the config ties to another, while the checkpoint has both, with different values: those stay apart."""
+    """Names the config ties to another, while the checkpoint has both, with different values: those stay
+    apart."""
     ties = getattr(model, "all_tied_weights_keys", {})
     return [t for t, s in ties.items() if t in found and s in found and not same_values(found[t], found[s])]
 
@@ -182,14 +200,16 @@ def tie(model: Any, found: Mapping[str, Tensor], apart: list[str]) -> None:
     for name in apart:
         model.all_tied_weights_keys.pop(name, None)
     missing = {n for n in model.state_dict() if n not in found}
-    missing |= {t for t, s in model.all_tied_weights_keys.items() if s in found}  # the same values: one of them will do
+    missing |= {
+        t for t, s in model.all_tied_weights_keys.items() if s in found
+    }  # the same values: one of them will do
     with _alone():
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
 def initialise_rest(model: Any, found: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give a real tensor to what no checkpoint holds: buffers that are computed (rotary frequencies and the like), and
-    what was allowed to be missing."""
+    """Give a real tensor to what no checkpoint holds: buffers that are computed (rotary frequencies and the
+    like), and what was allowed to be missing."""
     present = {id(t) for n, t in model.state_dict(keep_vars=True).items() if n in found}
     rest = [(m, n, t) for m in model.modules() for n, t in (*m._parameters.items(), *m._buffers.items())
             if t is not None and t.device.type == "meta" and id(t) not in present]  # fmt: skip
@@ -198,17 +218,19 @@ def initialise_rest(model: Any, found: Mapping[str, Tensor], device: torch.devic
     if not hasattr(model, "initialize_weights"):
         names = [n for n, b in model.named_buffers() if any(b is t for _, _, t in rest)]
         raise CheckpointError(
-            f"{type(model).__name__} makes {', '.join(names[:5])} itself, which can't be done again from outside. Build it "
-            "off meta, or register them as persistent buffers."
+            f"{type(model).__name__} makes {', '.join(names[:5])} itself, which can't be done again from "
+            "outside. Build it off meta, or register them as persistent buffers."
         )
     real: dict[int, Tensor] = {}
     for module, name, tensor in rest:
         if id(tensor) not in real:
             empty = torch.empty_like(tensor, device=device)
-            real[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            real[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            )
         setattr(module, name, real[id(tensor)])
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = id(tensor) in present  # type: ignore[union-attr]
+        tensor._is_hf_initialized = id(tensor) in present
     with _alone():
         model.initialize_weights()
 
@@ -252,7 +274,9 @@ def saved_entries(model: Any, entries: Mapping[str, LazyTensor]) -> dict[str, La
         used = getattr(model, "_weight_conversions", None)
         if used is None and not get_model_conversion_mapping(model, add_legacy=False):
             return dict(entries)
-        whole: Any = _unloaded(type(model), copy.deepcopy(model.config), model.dtype)  # with the sizes of the whole
+        whole: Any = _unloaded(
+            type(model), copy.deepcopy(model.config), model.dtype
+        )  # with the sizes of the whole
         if used is not None:
             whole._weight_conversions = used
         return revert_weight_conversion(whole, dict(entries))
@@ -267,8 +291,8 @@ class Files:
 
 
 def split_into_files(entries: Mapping[str, LazyTensor], limit: int | str, variant: str | None) -> Files:
-    """Which file holds which names, as save_pretrained does it: files of about `limit` bytes, in the order given, but
-    what are views of one tensor in one file."""
+    """Which file holds which names, as save_pretrained does it: files of about `limit` bytes, in the order
+    given, but what are views of one tensor in one file."""
     stem = f"model.{variant}" if variant else "model"
     size = sum(t.numel() * t.element_size() for t in entries.values())
     if limit == "50GB" and size <= 50 * 10**9:
@@ -276,9 +300,11 @@ def split_into_files(entries: Mapping[str, LazyTensor], limit: int | str, varian
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError as error:
-        raise CheckpointError("Splitting a model over files needs huggingface_hub: pip install 'autotp[hf]'.") from error
+        raise CheckpointError(
+            "Splitting a model over files needs huggingface_hub: pip install 'autotp[hf]'."
+        ) from error
     split = split_state_dict_into_shards_factory(
-        entries,
+        dict(entries),  # type: ignore[arg-type]
         get_storage_size=lambda t: base(t).numel() * t.element_size(),  # of a view, what it keeps alive
         get_storage_id=lambda t: id(base(t)),
         filename_pattern=f"{stem}{{suffix}}.safetensors",

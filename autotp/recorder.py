@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .captured import CapturedGraph, FunctionCall, ModuleCall, setitem
 from .errors import CaptureError
 from .ints import OPS, Attr, Const, Dim, Expr, TrackedFloat, TrackedInt, dims_of, evaluate, plain
+from .known import known_result
 from .nested import has_tensor, map_parts, own_objects, plain_containers, untracked, versions
 from .sites import Frame, Site, autograd_function_frame, frames_below
 from .skeleton import Skeleton
@@ -108,7 +109,14 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = versions((args, kwargs))
-        out = func(*untracked(args), **untracked(kwargs))
+        try:
+            out = func(*untracked(args), **untracked(kwargs))
+        except DataDependentOutputException:
+            lifted, named = self._runnable(self._lift(args)), self._runnable(self._lift(kwargs))
+            known, out = known_result(func, lifted, named, self.graph, self.constants)
+            if not known or has_tensor(out):
+                raise
+            return out
         changed = [tensor for tensor, version in before if tensor._version != version]
         name = getattr(func, "__name__", "")
         if name == "__set__" and func.__self__.__name__ not in ("requires_grad", "grad"):

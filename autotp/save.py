@@ -1,9 +1,8 @@
 """`save`: a sharded model back to the files that `save_pretrained` of the whole model writes, byte for byte.
 
-Tensors are gathered a block of rows at a time and written as they come, so no rank ever holds more than a block of the
-others' parts. Conversions that the checkpoint went through on load (`pretrained.py`) are undone on the way, by
-transformers' own code on lazy tensors.
-"""
+Tensors are gathered a block of rows at a time and written as they come, so no rank ever holds more than a
+block of the others' parts. Conversions that the checkpoint went through on load (`pretrained.py`) are undone
+on the way, by transformers' own code on lazy tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 
 from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
-from .lazy import LazyTensor, fill, lazy
 from .layouts import DimLayout, local_size, take_dim
+from .lazy import LazyTensor, fill, lazy
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
 from .state import Held
@@ -43,21 +42,22 @@ def save(
     save_original_format: bool = True,
     patience: float = PATIENCE,
 ) -> None:
-    """Write what `save_pretrained` of the unsharded model would write: names, dtypes, ties, index, configs, bit for bit.
+    """Write what `save_pretrained` of the unsharded model would write: names, dtypes, ties, index, configs,
+    bit for bit.
 
-    directory: made on rank 0, which writes everything. max_shard_size (bytes, or "5GB"), variant, save_original_format: as
-    for transformers' save_pretrained. A model that is not of transformers gives one model.safetensors.
+    directory: made on rank 0, which writes everything. max_shard_size (bytes, or "5GB"), variant,
+    save_original_format: as for transformers' save_pretrained. A model that is not of transformers gives one
+    model.safetensors.
 
-    Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError. Raises
-    CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write.
-    """
+    Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
+    Raises CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
     comm, held = _split_of(model)
     meet(comm, "autotp.save", patience)
     target = Path(directory)
     failed: Exception | None = None
     with torch.no_grad(), _as_whole(model):
         if comm.rank == 0:
-            failed = _attempt(lambda: _write_configs(model, target))
+            failed = _attempt(lambda: _write_configs(model, target, variant))
         entries = _entries(model, comm, held, save_original_format)
         files = split_into_files(entries, max_shard_size, variant)
         for file, names in files.names.items():
@@ -76,7 +76,8 @@ def save(
 
 
 def install_save(model: nn.Module) -> None:
-    """Let `model.save_pretrained` of a sharded model write the whole model: `save`, under the name users know."""
+    """Let `model.save_pretrained` of a sharded model write the whole model: `save`, under the name users
+    know."""
     original = getattr(type(model), "save_pretrained", None)
     if original is not None:
         model.save_pretrained = types.MethodType(_saving(original), model)  # type: ignore[assignment]
@@ -85,9 +86,15 @@ def install_save(model: nn.Module) -> None:
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_pretrained(
-        self: nn.Module, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+        self: nn.Module,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        taken = {k: kwargs.pop(k) for k in ("max_shard_size", "variant", "save_original_format") if k in kwargs}
+        taken = {
+            k: kwargs.pop(k) for k in ("max_shard_size", "variant", "save_original_format") if k in kwargs
+        }
         if state_dict is not None:  # whole tensors, from `full_state_dict`
             _refuse_parts(self, state_dict)
             return original(self, save_directory, is_main_process, state_dict, **taken, **kwargs)
@@ -95,8 +102,8 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         if asked or getattr(self, "_hf_peft_config_loaded", False):
             what = asked[0] if asked else "adapters loaded into the model"
             raise CheckpointError(
-                f"save_pretrained of a model split over ranks can't do {what}. On every rank: state = "
-                "autotp.full_state_dict(model); then, on one: model.save_pretrained(dir, state_dict=state, ...)."
+                f"save_pretrained of a model split over ranks can't do {what}. On every rank: "
+                "state = autotp.full_state_dict(model); then, on one: model.save_pretrained(dir, state_dict=state)."
             )
         return save(self, save_directory, **taken)
 
@@ -109,22 +116,23 @@ def _refuse_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
         layout = held[id(tensor)].layout if id(tensor) in held else None
         if layout is not None and name in state and tuple(state[name].shape) != tuple(layout.shape):
             raise CheckpointError(
-                f"state_dict holds only this rank's part of {name}. Leave it out, and call save_pretrained on every rank; or "
-                "give autotp.full_state_dict(model)."
+                f"state_dict holds only this rank's part of {name}. Leave it out, and call save_pretrained on "
+                "every rank; or give autotp.full_state_dict(model)."
             )
 
 
 def meet(comm: Comm, what: str, patience: float) -> None:
     """Wait until every rank calls this; RankError after `patience` seconds, with the ranks that did not.
 
-    Over processes it goes by the store that started them, so that a rank which went on to other collectives is not mixed
-    up with the one that waits.
-    """
+    Over processes it goes by the store that started them, so that a rank which went on to other collectives
+    is not mixed up with the one that waits."""
     if not isinstance(comm, ProcessComm):
         comm.exchange(what)
         return
     ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-    store = dist.PrefixStore(f"autotp/{what}/{ranks[0]}-{ranks[-1]}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(
+        f"autotp/{what}/{ranks[0]}-{ranks[-1]}", dist.distributed_c10d._get_default_store()
+    )
     turn = getattr(comm, "_turns", 0)
     store.set(f"{turn}/{comm.rank}", "here")
     for rank in range(comm.size):
@@ -134,8 +142,9 @@ def meet(comm: Comm, what: str, patience: float) -> None:
             absent = [r for r in range(comm.size) if not store.check([f"{turn}/{r}"])]
             store.delete_key(f"{turn}/{comm.rank}")
             raise RankError(
-                f"{what}: rank {', '.join(map(str, absent or [rank]))} of {comm.size} did not call it within {patience:g} s, "
-                f"rank {comm.rank} did. It gathers the parts of all ranks: call it on every rank, not only on one."
+                f"{what}: rank {', '.join(map(str, absent or [rank]))} of {comm.size} did not call it within "
+                f"{patience:g} s, rank {comm.rank} did. It gathers the parts of all ranks: call it on every rank, "
+                "not only on one."
             ) from error
     comm._turns = turn + 1  # type: ignore[attr-defined]
 
@@ -157,7 +166,10 @@ class Gathered:
             return
         blocks = [_meeting(layout.dims, rank, region) for rank in range(self.comm.size)]
         pieces = [_taken(self.local.detach(), mine) for mine, _ in blocks[self.comm.rank]]
-        flat = [p.contiguous().view(torch.uint8).flatten() if p.dim() else p.view(1).view(torch.uint8) for p in pieces]
+        flat = [
+            p.contiguous().view(torch.uint8).flatten() if p.dim() else p.view(1).view(torch.uint8)
+            for p in pieces
+        ]
         mine = torch.cat(flat) if flat else self.local.new_empty(0, dtype=torch.uint8)
         width = self.local.element_size()
         counts = [width * sum(_size(there) for _, there in own) for own in blocks]
@@ -173,13 +185,15 @@ Block = tuple[Region, Region]  # where on the rank, where in the region
 
 
 def _meeting(dims: Mapping[int, Any], rank: int, region: Region) -> list[Block]:
-    """What `rank` holds of `region`, block by block; a whole dim is one block where the region has one range."""
+    """What `rank` holds of `region`, block by block; a whole dim is one block where the region has one
+    range."""
     by_dim = []
     for d, wanted in enumerate(region):
         held: DimLayout = dims[d][rank] if d in dims else ((0, max(stop for _, stop in wanted)),)
         by_dim.append(list(_overlaps(held, wanted)))
     return [
-        (tuple((h,) for h, _ in choice), tuple((w,) for _, w in choice)) for choice in itertools.product(*by_dim)
+        (tuple((h,) for h, _ in choice), tuple((w,) for _, w in choice))
+        for choice in itertools.product(*by_dim)
     ]
 
 
@@ -214,7 +228,9 @@ def _split_of(model: nn.Module) -> tuple[Comm, dict[int, Held]]:
     state: Any = getattr(model, "autotp", None)
     if state is None:
         return ShapeComm(0, 1), {}
-    return state.comm, {id(module._parameters.get(own, module._buffers.get(own))): held for module, own, held in state.owners}
+    return state.comm, {
+        id(module._parameters.get(own, module._buffers.get(own))): held for module, own, held in state.owners
+    }
 
 
 @contextmanager
@@ -235,7 +251,9 @@ def _as_whole(model: nn.Module) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _entries(model: nn.Module, comm: Comm, held: Mapping[int, Held], original_format: bool) -> dict[str, LazyTensor]:
+def _entries(
+    model: nn.Module, comm: Comm, held: Mapping[int, Held], original_format: bool
+) -> dict[str, LazyTensor]:
     """What the files hold, as lazy tensors that gather: the same, in the same order, on every rank."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     entries = {}
@@ -247,7 +265,8 @@ def _entries(model: nn.Module, comm: Comm, held: Mapping[int, Held], original_fo
 
 
 def _write_file(path: Path, entries: Mapping[str, LazyTensor], comm: Comm, skip: bool) -> Exception | None:
-    """Gather and write. What goes wrong on rank 0 is kept until all ranks are through: they gather together."""
+    """Gather and write. What goes wrong on rank 0 is kept until all ranks are through: they gather
+    together."""
     failed: Exception | None = None
     writer: FileWriter | None = None
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in entries.items()}
@@ -282,17 +301,20 @@ def _gathered_rows(tensor: LazyTensor) -> Iterator[Tensor]:
         yield block
 
 
-def _write_configs(model: Any, target: Path) -> None:
-    """Config, generation config and whatever else save_pretrained writes beside the weights; old weights go."""
+def _write_configs(model: Any, target: Path, variant: str | None) -> None:
+    """Config, generation config and whatever else save_pretrained writes beside the weights; old weights
+    go."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file; give a directory.")
     target.mkdir(parents=True, exist_ok=True)
     original = getattr(type(model), "save_pretrained", None)
     if original is not None:
-        original(model, target, state_dict={})
+        original(model, target, state_dict={}, variant=variant)
 
 
-def _write_index(model: nn.Module, target: Path, files: Files, held: Mapping[int, Held], variant: str | None) -> None:
+def _write_index(
+    model: nn.Module, target: Path, files: Files, held: Mapping[int, Held], variant: str | None
+) -> None:
     parameters = 0
     for p in {id(p): p for p in model.parameters()}.values():
         layout = held[id(p)].layout if id(p) in held else None

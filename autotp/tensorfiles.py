@@ -1,9 +1,9 @@
 """Safetensors files read by the slice and written as a stream.
 
-The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes with the header's length, the header in JSON
-(`{name: {dtype, shape, data_offsets}}`), the tensors' bytes. Here a part of a tensor goes from the file straight into the
-memory where it will live, with nothing mapped, and a file is written tensor by tensor without any being held whole.
-"""
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes with the header's length, the
+header in JSON (`{name: {dtype, shape, data_offsets}}`), the tensors' bytes. Here a part of a tensor goes from
+the file straight into the memory where it will live, with nothing mapped, and a file is written tensor by
+tensor without any being held whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Region = tuple[DimLayout, ...]
 """A part of a tensor: for each dim the ranges wanted, in order."""
 
 CHUNK = 16 << 20  # bytes that are on the way at a time
-SHORT_RUN = 256  # bytes; shorter runs are cheaper to read with what lies between them: the disk gives pages anyway
+SHORT_RUN = (
+    256  # bytes; shorter runs are cheaper to read with what lies between them: the disk gives pages anyway
+)
 
 # In the order in which safetensors puts them into a file (Dtype in its tensor.rs), last first.
 _DTYPES: dict[str, torch.dtype] = {
@@ -36,8 +38,8 @@ _DTYPES: dict[str, torch.dtype] = {
     for name, dtype in {
         "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
         "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16", "U16": "uint16",
-        "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64",
-        "F64": "float64", "I64": "int64", "U64": "uint64",
+        "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+        "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
     }.items()
     if hasattr(torch, dtype)
 }  # fmt: skip
@@ -71,10 +73,9 @@ class FileTensor:
         """
         if dest.numel() == 0:
             return
-        if dest.dim() == 0:
+        shape = self.shape
+        if not shape:
             region, dest, shape = (((0, 1),),), dest.view(1), (1,)
-        else:
-            shape = self.shape
         with _Reader(self) as reader:
             if dest.device.type == "cpu" and dest.dtype == self.dtype and dest.is_contiguous():
                 if self._run_bytes(region, shape) >= SHORT_RUN or region[1:] == whole_region(shape)[1:]:
@@ -123,7 +124,9 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 def _last_cut(region: Region, shape: Sequence[int]) -> int:
     """The last dim of which not all is wanted: what lies behind it lies side by side."""
-    return max((d for d, (ranges, n) in enumerate(zip(region, shape, strict=True)) if ranges != ((0, n),)), default=0)
+    return max(
+        (d for d, (ranges, n) in enumerate(zip(region, shape, strict=True)) if ranges != ((0, n),)), default=0
+    )
 
 
 def _blocks(ranges: DimLayout, most: int) -> Iterator[tuple[int, DimLayout]]:
@@ -163,7 +166,9 @@ class _Reader:
             while got < length:  # a read may give less than asked: at 2 GB, or at the end of the file
                 more = preadv(fd, [into[at + got : at + length]], offset + got)
                 if more == 0:
-                    raise CheckpointError(f"{self.tensor.path} ends inside {self.tensor.name}: fetch it again.")
+                    raise CheckpointError(
+                        f"{self.tensor.path} ends inside {self.tensor.name}: fetch it again."
+                    )
                 got += more
             at += length
         self.tensor.counter.bytes += at
@@ -198,14 +203,17 @@ def read_header(path: Path, counter: ReadCounter) -> tuple[dict[str, FileTensor]
             wrong.append(f"{path.name}: {name} has dtype {kind}, which this version of autotp can't read")
             continue
         if stop - start != math.prod(shape) * _DTYPES[kind].itemsize or start < 0:
-            wrong.append(f"{path.name}: {name} has {stop - start} bytes, a {kind} of shape {list(shape)} has others")
+            wrong.append(
+                f"{path.name}: {name} has {stop - start} bytes, a {kind} of shape {list(shape)} has others"
+            )
             continue
         end = max(end, stop)
         tensors[name] = FileTensor(path, name, _DTYPES[kind], shape, 8 + length + start, counter)
     if size < 8 + length + end:
         cut = [n for n, t in tensors.items() if t.offset + math.prod(t.shape) * t.dtype.itemsize > size]
         wrong.append(
-            f"{path.name}: truncated, {size} of {8 + length + end} bytes; {len(cut)} tensors are cut off (first: {cut[0]})"
+            f"{path.name}: truncated, {size} of {8 + length + end} bytes; {len(cut)} tensors are cut off "
+            f"(first: {cut[0]})"
         )
     return tensors, metadata, wrong
 
@@ -217,7 +225,12 @@ class FileWriter:
     The tensors come in the order of `names`, each in any number of pieces.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+    ):
         self.names = in_file_order({name: dtype for name, (dtype, _) in tensors.items()})
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         at = 0
@@ -252,5 +265,7 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """
     unknown = [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _NAMES]
     if unknown:
-        raise CheckpointError(f"safetensors has no dtype for {', '.join(unknown[:5])}; convert them before saving.")
+        raise CheckpointError(
+            f"safetensors has no dtype for {', '.join(unknown[:5])}; convert them before saving."
+        )
     return sorted(dtypes, key=lambda name: (-_ORDER[_NAMES[dtypes[name]]], name.encode()))

@@ -39,21 +39,22 @@ def load(
     progress: bool | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it keeps.
+    """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it
+    keeps.
 
     path: a directory in Hugging Face's layout, or a hub id. tp, policy, strict, example_inputs, comm: as for
-    `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for this process's GPU
-    where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there are no others, with torch's
-    weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's values). allow_unexpected: leave out what
-    the model has no place for. progress: a bar on rank 0 (None: when stderr is a terminal). overrides: entries of the
-    config (`attn_implementation="sdpa"`).
+    `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for this
+    process's GPU where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there are
+    no others, with torch's weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's
+    values). allow_unexpected: leave out what the model has no place for. progress: a bar on rank 0 (None:
+    when stderr is a terminal). overrides: entries of the config (`attn_implementation="sdpa"`).
 
-    Checkpoints that transformers converts on load (fused or split experts, other names) are converted first, cut after.
+    Checkpoints that transformers converts on load (fused or split experts, other names) are converted first,
+    cut after.
 
-    Every rank must call it. Raises CheckpointError, with names, before anything is allocated: entries that are missing,
-    unexpected, of another shape, truncated or damaged files, quantised weights, pickles that were not asked for. Raises
-    ModelSourceError for the config, and what `parallelize` raises.
-    """
+    Every rank must call it. Raises CheckpointError, with names, before anything is allocated: entries that
+    are missing, unexpected, of another shape, truncated or damaged files, quantised weights, pickles that
+    were not asked for. Raises ModelSourceError for the config, and what `parallelize` raises."""
     if pp != 1 or dp != 1:
         raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
     ranks = comm if comm is not None else attach(tp)
@@ -123,7 +124,8 @@ Progress = Callable[[int, int], None]  # bytes done now, bytes in all
 
 
 def fill_shards(model: nn.Module, found: Mapping[str, Tensor], device: torch.device, told: Progress) -> None:
-    """Replace every meta tensor of a parallelized model by this rank's part of what `found` has for one of its names.
+    """Replace every meta tensor of a parallelized model by this rank's part of what `found` has for one of
+    its names.
 
     Raises CheckpointError when a tensor has no recipe.
     """
@@ -132,13 +134,18 @@ def fill_shards(model: nn.Module, found: Mapping[str, Tensor], device: torch.dev
     rank = 0 if state is None else state.comm.rank
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         if tensor.device.type == "meta":
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     lost = [mine[0] for mine in names.values() if not any(n in found for n in mine)]
     if lost:
-        raise CheckpointError(f"nothing was found to fill {', '.join(sorted(lost)[:8])}: this is a fault of autotp.")
+        raise CheckpointError(
+            f"nothing was found to fill {', '.join(sorted(lost)[:8])}: this is a fault of autotp."
+        )
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     real: dict[int, Tensor] = {}
     for key, tensor in tensors.items():
@@ -182,7 +189,9 @@ def _bar(asked: bool | None, comm: Comm) -> Progress:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    bar = Progress(TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console)
+    bar = Progress(
+        TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
+    )
     task = bar.add_task("loading", total=None)
 
     def told(now: int, total: int) -> None:

@@ -68,7 +68,8 @@ class Software:
     """How the training program behaves. fused_attention: false for software of before 2022, which wrote the score matrix.
 
     launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times that. tp_overlap,
-    dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide behind computation. gradient_bytes: of a gradient that is
+    dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide behind computation. grouped_zero3: false where
+    ZeRO-3 brings every weight to every GPU over its own network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is
     accumulated and reduced. reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model.
     decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle: by how much
     launch-bound ranks of tp=8 hold each other up. traffic: bytes that the regions between products really move, over those of
@@ -84,6 +85,7 @@ class Software:
     dp_overlap: float = 0.0
     pp_overlap: float = 0.0
     zero3_overlap: float = 0.7
+    grouped_zero3: bool = True
     gradient_bytes: float = 4.0
     reserve: float = 1.0
     step_ms: float = 10.0

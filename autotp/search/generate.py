@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .predict import Config
 
 
+WORKSPACE = 2e9  # bytes of activations and buffers of a serving engine
+
+
 def generation(
     workload: Workload, cluster: Cluster, c: Config
 ) -> tuple[float, float, int, tuple[float, ...], dict[str, float], dict[str, float]]:
@@ -43,7 +46,6 @@ def generation(
     if c.pp > 1:
         width = max(u.output for u in token) * ahead.width * sequences
         parts["pipeline sends"] = (c.pp - 1) * float(send(cluster, c.tp * c.dp, width))
-    parts["per token"] = cluster.software.step_ms * 0.0
     step = sum(parts.values())
     mem, kinds, fit = _memory(workload, cluster, c, sequences)
     return step, prefill, fit, mem, kinds, parts
@@ -124,9 +126,9 @@ def _memory(workload: Workload, cluster: Cluster, c: Config, sequences: int):
     for stage in held:
         weights = sum(float(workload.units[i].params.local(tp)[0]) for i in stage) * width
         cached = sum(float(memory.cache(workload.units[i], tp, np.ones(1), float(workload.seq), c.dtype)[0]) for i in stage)
-        kind = {"weights": weights, "cache": cached * sequences, "reserve": 2e9 + cluster.software.reserve * 1e9}
+        kind = {"weights": weights, "cache": cached * sequences, "workspace": WORKSPACE}
         kinds.append(kind)
         totals.append(sum(kind.values()))
-        room = memory.usable(cluster) * 0.95 - kind["weights"] - kind["reserve"]
+        room = memory.usable(cluster) * 0.95 - kind["weights"] - kind["workspace"]
         fits.append(int(max(0.0, room / cached)) if cached else 10**9)
     return tuple(totals), kinds[int(np.argmax(totals))], min(fits) * c.dp

@@ -1,4 +1,4 @@
-"""Bytes on each pipeline stage of one rank: weights, gradients, optimizer, activations, logits, cache, and what is reserved.
+"""Bytes on each pipeline stage of one rank: weights, gradients, optimizer, activations, logits, cache.
 
 Weights and optimizer, mixed precision with Adam (Rajbhandari et al., 2020; Korthikanti et al., 2022): 2 bytes of weight,
 the gradient as it is accumulated, and 12 bytes of master weight and moments. ZeRO 1 divides the 12 over the data-parallel
@@ -40,7 +40,6 @@ def saved(unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width
             # softmax's result, dropout's mask and result; without dropout the result alone
             per = 2 * width + 1 if a.dropout else width
             scores = scores + per * a.heads * share(tp, a.heads) * a.queries / cp * a.keys
-            whole = whole - width * a.heads * a.queries * a.value_size * 0
     if recompute == "full" and unit.layer:
         kept = width * unit.output / divide * scale
         return Saved(kept, (whole + scores) * scale)
@@ -83,5 +82,5 @@ def cache(unit: Unit, tp: Array, sequences: Array, context: float, dtype: str) -
 
 
 def usable(cluster: Cluster) -> float:
-    """Bytes of a GPU that a program can fill."""
-    return cluster.gpu.memory * 1e9
+    """Bytes of a GPU that tensors can fill: what CUDA, NCCL and the allocator take is left out."""
+    return (cluster.gpu.memory - cluster.software.reserve) * 1e9

@@ -17,7 +17,7 @@ from ..errors import SearchError
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Action:
     """kind: F forward, B backward, W gradients of weights (zero-bubble only). stage: 0 to ranks*virtual-1."""
 
@@ -118,9 +118,9 @@ def simulate(
             ready[action.kind, action.stage, action.microbatch] = end
             rows.append((rank, action, start, end))
             clock[rank], at[rank], busy[rank] = end, at[rank] + 1, busy[rank] + end - start
-            for other in {(action.stage + d) % ranks for d in (-1, 1)} - {rank}:
-                if other not in todo:
-                    todo.append(other)
+            other = (action.stage + (1 if action.kind == "F" else -1)) % ranks
+            if action.kind != "W" and other != rank and other not in todo:
+                todo.append(other)
     if any(a < len(o) for a, o in zip(at, order, strict=True)):
         raise SearchError(f"{schedule} with {ranks} ranks and {microbatches} micro-batches waits for itself.")
     return Timeline(tuple(rows), max(clock), tuple(busy))
@@ -138,20 +138,10 @@ def _needs(action: Action, stages: int) -> tuple[str, int, int] | None:
 
 def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) -> np.ndarray:
     """By rank, the most micro-batches of one of its (virtual) stages whose activations it holds at a time."""
-    most = np.zeros(ranks)
-    for rank, actions in enumerate(orders(schedule, ranks, microbatches, virtual)):
-        held = peak = 0
-        for action in actions:
-            held += {"F": 1, "B": -1, "W": 0}[action.kind]
-            peak = max(peak, held)
-        most[rank] = peak
-    return most
-
-
-def closed_form(longest: np.ndarray, total: np.ndarray, microbatches: np.ndarray, virtual: np.ndarray) -> np.ndarray:
-    """What `simulate` gives for 1F1B with stages of unlike length, without simulating: the slowest rank's work, and once
-    through the others. longest: seconds of the slowest rank for one micro-batch; total: of all ranks."""
-    return microbatches * longest + (total - longest) / virtual
+    rank = np.arange(ranks)
+    if virtual > 1:
+        return np.minimum(microbatches * virtual, 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1)
+    return np.minimum(microbatches, ranks - rank) if schedule != "gpipe" else np.full(ranks, microbatches)
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:

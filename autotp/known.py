@@ -1,0 +1,81 @@
+"""Values that a model's code reads while it is recorded, where they do not depend on data.
+
+A run on fake tensors has no values. But what a model makes of sizes alone (a causal mask, which torch's own
+decoder then recognises by looking at it) is the same in every run at these sizes, so it can be computed for
+real from the graph recorded so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+def known_result(
+    function: Callable[..., Any], args: Any, kwargs: Any, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> tuple[bool, Any]:
+    """(True, what `function(*args, **kwargs)` gives), or (False, None) where that depends on more than sizes.
+
+    args, kwargs: with nodes of `graph` for tensors. constants: the tensors of `get_attr` nodes that are neither
+    parameters nor buffers. Nothing is known of inputs, parameters, buffers, or what random numbers give.
+    """
+    needed = _ancestors([n for n in _nodes((args, kwargs))])
+    if needed is None or not all(_is_known(node, constants) for node in needed):
+        return False, None
+    if any(set(node.meta.get("mutates", ())) & needed and node not in needed for node in graph.nodes):
+        return False, None  # changed in place by something that is not in their history
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=()):
+        results = []
+        for seed in (0, 1):  # what is random differs
+            torch.manual_seed(seed)
+            values: dict[fx.Node, Any] = {}
+            for node in graph.nodes:
+                if node in needed:
+                    values[node] = _value(node, constants, values)
+            results.append(function(*_filled(args, values), **_filled(kwargs, values)))
+    same = torch.equal(*results) if isinstance(results[0], torch.Tensor) else results[0] == results[1]
+    return (True, results[0]) if same else (False, None)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node] | None:
+    """The nodes and all they are made of; None where an input of the model is among them."""
+    found: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.op == "placeholder":
+            return None
+        if not isinstance(node.meta.get("val"), (int, float)):  # a size is known without what it is the size of
+            nodes += node.all_input_nodes
+    return found
+
+
+def _is_known(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> bool:
+    if node.op == "get_attr":
+        held = constants.get(str(node.target))
+        return held is not None and not held.is_meta
+    return node.op == "call_function" and "custom_grad" not in node.meta
+
+
+def _value(node: fx.Node, constants: Mapping[str, torch.Tensor], values: dict[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return constants[str(node.target)].clone()  # an operation may change it in place
+    if isinstance(node.meta.get("val"), (int, float)):
+        return node.meta["val"]
+    return node.target(*_filled(node.args, values), **_filled(node.kwargs, values))  # type: ignore[operator]
+
+
+def _filled(value: Any, values: dict[fx.Node, Any]) -> Any:
+    return fx.map_arg(value, lambda node: values[node])
