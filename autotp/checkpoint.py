@@ -92,8 +92,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
         raise CheckpointError(f"{path} holds no weights: neither {SAFE_FILE} nor {SAFE_INDEX}.")
     if not allow_pickle:
         raise CheckpointError(
-            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it is "
-            "read with weights_only, which runs none of its code), or convert it: from_pretrained and "
+            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it "
+            "is read with weights_only, which runs none of its code), or convert it: from_pretrained and "
             "save_pretrained."
         )
     return _open_pickles(
@@ -138,8 +138,8 @@ def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Check
 
 def _open_pickles(path: Path, files: Mapping[str, set[str] | None]) -> Checkpoint:
     warnings.warn(
-        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only the "
-        "rank's part.",
+        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only "
+        "the rank's part.",
         stacklevel=4,
     )
     found, wrong = Checkpoint(path, {}), []

@@ -100,7 +100,7 @@ def _quantised(path: Path, how: Any) -> str:
     told = how if isinstance(how, Mapping) else vars(how)
     method = told.get("quant_method", "a method it does not name")
     return (
-        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed together with scales, "
+        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed with scales, "
         "and autotp can't prove how to cut those. Load the unquantised checkpoint, or dequantise it first "
         "(from_pretrained, model.dequantize(), save_pretrained)."
     )
@@ -133,7 +133,7 @@ def recipes(
         raise CheckpointError(
             f"{checkpoint.path} does not fit {type(model).__name__}:\n"
             + "\n".join(f"  {line}" for line in told)
-            + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out the unexpected."
+            + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out the rest."
         )
     return {name: t if t.dtype == dtypes[name] else t.to(dtypes[name]) for name, t in found.items()}
 
@@ -304,7 +304,7 @@ def split_into_files(entries: Mapping[str, LazyTensor], limit: int | str, varian
             "Splitting a model over files needs huggingface_hub: pip install 'autotp[hf]'."
         ) from error
     split = split_state_dict_into_shards_factory(
-        dict(entries),  # type: ignore[arg-type]
+        dict(entries),
         get_storage_size=lambda t: base(t).numel() * t.element_size(),  # of a view, what it keeps alive
         get_storage_id=lambda t: id(base(t)),
         filename_pattern=f"{stem}{{suffix}}.safetensors",

@@ -103,7 +103,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             what = asked[0] if asked else "adapters loaded into the model"
             raise CheckpointError(
                 f"save_pretrained of a model split over ranks can't do {what}. On every rank: "
-                "state = autotp.full_state_dict(model); then, on one: model.save_pretrained(dir, state_dict=state)."
+                "state = autotp.full_state_dict(model); on one: model.save_pretrained(dir, state_dict=state)."
             )
         return save(self, save_directory, **taken)
 
@@ -116,8 +116,8 @@ def _refuse_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
         layout = held[id(tensor)].layout if id(tensor) in held else None
         if layout is not None and name in state and tuple(state[name].shape) != tuple(layout.shape):
             raise CheckpointError(
-                f"state_dict holds only this rank's part of {name}. Leave it out, and call save_pretrained on "
-                "every rank; or give autotp.full_state_dict(model)."
+                f"state_dict holds only this rank's part of {name}. Leave it out, and call save_pretrained "
+                "on every rank; or give autotp.full_state_dict(model)."
             )
 
 
@@ -143,8 +143,8 @@ def meet(comm: Comm, what: str, patience: float) -> None:
             store.delete_key(f"{turn}/{comm.rank}")
             raise RankError(
                 f"{what}: rank {', '.join(map(str, absent or [rank]))} of {comm.size} did not call it within "
-                f"{patience:g} s, rank {comm.rank} did. It gathers the parts of all ranks: call it on every rank, "
-                "not only on one."
+                f"{patience:g} s, rank {comm.rank} did. It gathers the parts of all ranks: call it on every "
+                "rank."
             ) from error
     comm._turns = turn + 1  # type: ignore[attr-defined]
 
