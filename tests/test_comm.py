@@ -20,6 +20,9 @@ def collectives(comm):
     out["transposed"] = comm.all_reduce(x.t())
     sizes = [r + 1 for r in range(comm.size)]
     out["uneven"] = comm.all_gather(torch.full((2, r + 1, 2), float(r)), 1, sizes)
+    # processes send these another way: 160 kB, and parts of 80 kB and more
+    out["big"] = comm.all_reduce(torch.full((40000,), r + 1.0))
+    out["big_uneven"] = comm.all_gather(torch.full((20000 * (r + 1),), float(r)), 0, [20000 * n for n in sizes])
     out["even"] = comm.all_gather(x, -1, [3] * comm.size)
     out["scatter"] = comm.reduce_scatter(torch.ones(2, comm.size * 2) * (r + 1), 1, [2] * comm.size)
     out["scatter_uneven"] = comm.reduce_scatter(torch.ones(sum(sizes), 2) * (r + 1), 0, sizes)
@@ -39,6 +42,9 @@ def check(results):
         assert out["bf16"].dtype == torch.bfloat16 and torch.equal(out["bf16"], sum(xs).bfloat16())
         assert torch.equal(out["transposed"], sum(xs).t())
         assert torch.equal(out["uneven"], torch.cat([torch.full((2, i + 1, 2), 1. * i) for i in range(n)], 1))
+        assert torch.equal(out["big"], torch.full((40000,), total))
+        parts = [torch.full((20000 * (i + 1),), 1. * i) for i in range(n)]
+        assert torch.equal(out["big_uneven"], torch.cat(parts))
         assert torch.equal(out["even"], torch.cat(xs, -1))
         assert torch.equal(out["scatter"], torch.full((2, 2), total))
         assert torch.equal(out["scatter_uneven"], torch.full((r + 1, 2), total))
