@@ -143,7 +143,7 @@ def asks_a_cache(frame: FrameType) -> bool:
 _Cached = type(functools.lru_cache(lambda: None))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _called_at(code: CodeType, lasti: int) -> CodeType | None:
     """What gives the function that is called at an instruction, where it is a name or an attribute of one."""
     if not dis.opname[code.co_code[lasti]].startswith(("CALL", "PRECALL")):

@@ -16,7 +16,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 def known_result(
-    function: Callable[..., Any], args: Any, kwargs: Any, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    graph: fx.Graph,
+    constants: Mapping[str, torch.Tensor],
 ) -> tuple[bool, Any]:
     """(True, what `function(*args, **kwargs)` gives), or (False, None) where that depends on more than sizes.
 
@@ -29,16 +33,28 @@ def known_result(
     if any(set(node.meta.get("mutates", ())) & needed and node not in needed for node in graph.nodes):
         return False, None  # changed in place by something that is not in their history
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=()):
-        results = []
-        for seed in (0, 1):  # what is random differs
-            torch.manual_seed(seed)
-            values: dict[fx.Node, Any] = {}
-            for node in graph.nodes:
-                if node in needed:
-                    values[node] = _value(node, constants, values)
-            results.append(function(*_filled(args, values), **_filled(kwargs, values)))
-    same = torch.equal(*results) if isinstance(results[0], torch.Tensor) else results[0] == results[1]
-    return (True, results[0]) if same else (False, None)
+        values, again = (_values(graph, needed, constants, seed) for seed in (0, 1))
+        random = any(not _equal(value, again[node]) for node, value in values.items())
+        return (
+            (False, None) if random else (True, function(*_filled(args, values), **_filled(kwargs, values)))
+        )
+
+
+def _values(
+    graph: fx.Graph, needed: set[fx.Node], constants: Mapping[str, torch.Tensor], seed: int
+) -> dict[fx.Node, Any]:
+    torch.manual_seed(seed)
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node in needed:
+            values[node] = _value(node, constants, values)
+    return values
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, (tuple, list)):
+        return all(map(_equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def _nodes(value: Any) -> list[fx.Node]:
@@ -57,7 +73,9 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node] | None:
         found.add(node)
         if node.op == "placeholder":
             return None
-        if not isinstance(node.meta.get("val"), (int, float)):  # a size is known without what it is the size of
+        if not isinstance(
+            node.meta.get("val"), (int, float)
+        ):  # a size is known without what it is the size of
             nodes += node.all_input_nodes
     return found
 

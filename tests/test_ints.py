@@ -2,6 +2,7 @@
 value."""
 
 import copy
+import functools
 import json
 import math
 import pickle
@@ -150,3 +151,44 @@ def test_uses_that_keep_the_expression_are_not_logged(use) -> None:
 @given(st.integers(-(10**20), 10**20), st.integers(1, 10**10))
 def test_ceildiv_is_exact(a: int, b: int) -> None:
     assert (ceildiv(a, b) - 1) * b < a <= ceildiv(a, b) * b
+
+
+@functools.lru_cache(maxsize=8)
+def twice(sizes: tuple[int, ...], by: int = 2) -> int:
+    return sizes[0] * by
+
+
+class Doubling:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Doubling)
+
+    def __hash__(self) -> int:
+        return 0
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def of(self, size: int) -> int:
+        return 2 * size
+
+
+def through_caches(number: int) -> list[int]:
+    """pytest rewrites the code of functions with asserts; this is code as users have it."""
+    thrice, doubling = functools.partial(twice, by=3), Doubling()
+    return [twice((number,)), thrice((number,)), doubling.of(number)]
+
+
+def test_cached_functions_do_not_mix_up_where_numbers_come_from() -> None:
+    """Equal numbers of two layers would share a cache entry, and the second layer get the first one's expression."""
+    for layer in ("0", "1"):
+        for number in through_caches(TrackedInt(4, Attr(layer, "heads"))):
+            assert atoms(expr_of(number)) == {Attr(layer, "heads")}
+    assert [type(number) for number in through_caches(4)] == [
+        int,
+        int,
+        int,
+    ]  # nothing tracked stays in the cache
+
+
+def test_dictionaries_find_tracked_numbers() -> None:
+    table = {4: "four", 8: "eight"}
+    four = TrackedInt(4, HEADS)
+    assert table[four] == table.get(four) == "four" and four in table and {four: 1}[4] == 1

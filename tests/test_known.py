@@ -1,0 +1,75 @@
+"""What a model reads of its own tensors while it is recorded: known where it follows from sizes, refused elsewhere."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.errors import CaptureError
+
+Deciding = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
+
+
+class Decides(nn.Module):
+    """Takes one of two ways by the value that `decide` gives."""
+
+    def __init__(self, decide: Deciding):
+        super().__init__()
+        self.decide, self.linear = decide, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if self.decide(self.linear, x) else x
+
+
+def triangle(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.full((x.shape[0],) * 2, 1.0)
+    mask.triu_(1)
+    return mask.sum() == 3 * 2 / 2
+
+
+KNOWN: dict[str, Deciding] = {
+    "a mask made of sizes, in place": triangle,
+    "an empty comparison": lambda linear, x: (torch.arange(x.shape[1]) >= 0).all(),
+    "a seeded constant": lambda linear, x: torch.tensor([1.0, 2.0]).sum() == 3,
+}
+UNKNOWN: dict[str, Deciding] = {
+    "an input": lambda linear, x: x.sum() > 0,
+    "a parameter": lambda linear, x: linear.weight.sum() > 0,
+    "random numbers": lambda linear, x: torch.rand(3).sum() > 1,
+    "a table an input was written into": lambda linear, x: torch.zeros(4).copy_(x[0]).sum() > 0,
+    "a table an input was written into a view of": lambda linear, x: written_through_a_view(x),
+}
+
+
+def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros(2, 4)
+    table[0].copy_(x[0])
+    return table.sum() > 0
+
+
+@pytest.mark.parametrize("decide", KNOWN.values(), ids=KNOWN)
+def test_what_follows_from_sizes_is_known(decide: Deciding) -> None:
+    model, x = Decides(decide), torch.randn(3, 4)
+    captured = autotp.capture(model, x=x)
+    assert [n.target for n in captured.graph.nodes if n.op == "call_module"] == ["linear"]
+    assert torch.equal(captured.run(model, x=x), model(x))
+
+
+@pytest.mark.parametrize("decide", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_depends_on_data_is_refused(decide: Deciding) -> None:
+    with pytest.raises(CaptureError, match="needs the values of a tensor"):
+        autotp.capture(Decides(decide), x=torch.randn(3, 4))
+
+
+def test_a_decision_by_size_is_made_anew_at_another_size() -> None:
+    """The way taken belongs to the sizes captured; at others the replay is refused or right, never wrong."""
+    model = Decides(triangle)
+    captured = autotp.capture(model, x=torch.randn(3, 4))
+    other = torch.randn(5, 4)
+    try:
+        got = captured.run(model, x=other)
+    except CaptureError:
+        return
+    assert torch.equal(got, model(other))

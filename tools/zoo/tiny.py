@@ -1,0 +1,355 @@
+"""Tiny random instances of any class of transformers' auto mappings, from its default config shrunk.
+
+A config is shrunk twice over: first its constructor is given small values (so that what it derives from them is
+derived anew), then what has no constructor argument is set. The names of settings below are transformers' vocabulary for
+sizes; nothing here is about what a model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.verify import tensors
+
+TASKS = {  # how the tables call them -> transformers' mapping
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "zero-shot-image": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "audio-classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "question-answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+
+SIZES: dict[int, str] = {
+    64: "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size emb_dim word_embed_proj_dim dim_model "
+    "attention_hidden_size encoder_hidden_size decoder_hidden_size projection_dim lru_width output_proj_size "
+    "qkv_channels v_channels qk_channels d_latents projector_hidden_size text_hidden_size out_hidden_size cross_attention_hidden_size "
+    "embedding_dim rotary_emb_base_dim mlp_dim language_model_hidden_size",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads attention_heads linear_num_value_heads num_cross_attention_heads "
+    "num_self_attention_heads num_hash_heads",
+    2: "num_key_value_heads num_kv_heads multi_query_group_num num_experts_per_tok moe_topk top_k experts_per_token "
+    "linear_num_key_heads moe_top_k num_experts_per_token n_group topk_group encoder_num_key_value_heads "
+    "decoder_num_key_value_heads moe_k top_k_experts num_swa_key_value_heads",
+    128: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size hidden_dim_ff d_inner "
+    "shared_expert_intermediate_size dense_intermediate_size mlp_hidden_size shared_intermediate_size ffn_intermediate_size "
+    "intermediate_dim encoder_intermediate_size decoder_intermediate_size",
+    32: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size moe_shared_expert_intermediate_size image_size "
+    "moe_ffn_hidden_size",
+    16: "head_dim attention_head_size d_kv kv_channels v_head_dim qk_nope_head_dim qk_head_dim linear_key_head_dim "
+    "linear_value_head_dim global_head_dim max_source_positions mamba_d_state ssm_state_size state_size "
+    "num_conv_pos_embeddings num_mel_bins time_step_rank codebook_size",
+    8: "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim num_codevectors_per_group "
+    "patch_size num_conv_pos_embedding_groups index_head_dim num_labels",
+    256: "vocab_size text_vocab_size audio_vocab_size speech_vocab_size pad_vocab_size vocab_size_per_layer_input",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
+    24: "q_lora_rank kv_lora_rank o_lora_rank",
+}
+CAPS = {name: cap for cap, names in SIZES.items() for name in names.split()}
+LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "depth num_self_attends_per_block encoder_num_layers decoder_num_layers num_mem_blocks num_adapter_layers"
+).split()
+PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_types")
+TOKENS = {
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2,
+    "unk_token_id": 0, "cls_token_id": 1, "mask_token_id": 3, "image_token_id": 5, "image_token_index": 5,
+    "video_token_id": 6, "video_token_index": 6, "audio_token_id": 7, "audio_token_index": 7, "vision_start_token_id": 8,
+    "vision_end_token_id": 9, "vision_token_id": 3, "boi_token_id": 8, "eoi_token_id": 9, "boi_token_index": 8,
+    "eoi_token_index": 9, "image_start_token_id": 8, "image_end_token_id": 9, "boa_token_id": 8, "eoa_token_id": 9,
+}  # fmt: skip
+
+
+def archs(task: str) -> Iterator[tuple[str, str]]:
+    """(class name, model type), each class of the task's mapping once, under the model type that it is named after."""
+    from transformers.models.auto import modeling_auto
+
+    types: dict[str, list[str]] = {}
+    for model_type, classes in getattr(modeling_auto, TASKS[task]).items():
+        for cls in classes if isinstance(classes, (tuple, list)) else (classes,):
+            types.setdefault(cls, []).append(model_type)
+    for cls in sorted(types):
+        named = [t for t in types[cls] if cls.lower().startswith(t.replace("-", "").replace("_", "").lower())]
+        yield cls, max(named or types[cls][:1], key=len)
+
+
+def _shrunk(name: str, value: Any, given: Any) -> Any:
+    """The small value of the setting `name`, whose default is `value`; `given` reads the other defaults."""
+    if name in TOKENS and (value is None or isinstance(value, int)) and not isinstance(value, bool):
+        return TOKENS[name]
+    if isinstance(value, bool) or value is None:
+        return value
+    if name in ("num_key_value_heads", "num_kv_heads") and value == given("num_attention_heads"):
+        return 4
+    if isinstance(value, int):
+        if name in LAYERS:
+            return min(value, 2)
+        return min(value, CAPS[name]) if name in CAPS else value
+    return value
+
+
+def _setting(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # some configs refuse to say what differs from layer to layer
+        return None
+
+
+def _layers(pattern: list[Any], n: int = 2) -> list[Any]:
+    """One layer of each kind, in the order of the pattern, and at least `n`."""
+    kinds = list(dict.fromkeys(map(str, pattern)))
+    short = [next(p for p in pattern if str(p) == kind) for kind in kinds]
+    return short + pattern[len(short) : n] if len(short) < n else short
+
+
+def shrunk_arguments(config_class: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that make a small config of `config_class`."""
+    default = config_class(**extra)
+    names = [
+        n for n in inspect.signature(config_class.__init__).parameters if n not in ("self", "kwargs", "args")
+    ]
+
+    def given(name: str) -> Any:
+        return _setting(default, name)
+
+    found: dict[str, Any] = {}
+    for name in names:
+        value = given(name)
+        small = _shrunk(name, value, given)
+        if small is not value:
+            found[name] = small
+    for name in PATTERNS:
+        pattern = given(name)
+        if name in names and isinstance(pattern, list) and len(pattern) > 2:
+            found[name] = _layers(pattern)
+            for count in LAYERS:
+                if isinstance(given(count), int) and given(count) == len(pattern):
+                    found[count] = len(found[name])
+    for name in getattr(config_class, "sub_configs", {}):
+        part = given(name)
+        if part is not None and name in names:
+            small = shrunk(type(part), {})
+            found[name] = small if small is not None else part
+    return {**found, **extra}
+
+
+def shrunk(config_class: Any, extra: dict[str, Any]) -> Any:
+    """A small config."""
+    extra = {**EXTRA.get(getattr(config_class, "model_type", ""), {}), **extra}
+    try:
+        return config_class(**shrunk_arguments(config_class, extra))
+    except Exception:
+        config = config_class(**extra)
+        return set_small(config, extra)
+
+
+def set_small(config: Any, extra: dict[str, Any]) -> Any:
+    """The config with its settings set small one by one: nothing is derived anew."""
+    config = copy.deepcopy(config)
+    default = copy.deepcopy(config)
+    for name in list(CAPS) + LAYERS + list(TOKENS):
+        value = _setting(default, name)
+        if value is None or name in extra:
+            continue
+        small = _shrunk(name, value, lambda n: _setting(default, n))
+        if small is not value:
+            _try_set(config, name, small)
+    for name in PATTERNS:
+        pattern = _setting(default, name)
+        if isinstance(pattern, list) and len(pattern) > 2 and name not in extra:
+            small = _layers(pattern)
+            _try_set(config, name, small)
+            for count in LAYERS:
+                if _setting(default, count) == len(pattern):
+                    _try_set(config, count, len(small))
+    rope = _setting(config, "qk_rope_head_dim")
+    if isinstance(rope, int):
+        _try_set(config, "head_dim", rope)
+        if hasattr(config, "qk_head_dim"):
+            _try_set(config, "qk_head_dim", config.qk_nope_head_dim + rope)
+    for name in getattr(config, "sub_configs", {}) or {}:
+        part = getattr(config, name, None)
+        if part is not None and not isinstance(part, dict):
+            _try_set(config, name, set_small(part, EXTRA.get(getattr(part, "model_type", ""), {})))
+    return config
+
+
+def _try_set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except Exception:  # a property, or a value that is checked: it keeps its default
+        return
+
+
+_GQA: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+_MIXED: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+EXTRA: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": dict(layer_types=None),
+    "bamba": dict(
+        attn_layer_indices=[1], num_hidden_layers=2, mamba_n_heads=8, mamba_d_state=16, mamba_n_groups=2
+    ),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        num_hidden_layers=2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+            "full_attention": None,
+        },
+    ),
+    "dbrx": dict(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        vocab_size=256,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        ffn_config={"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+    "qwen4_exp_text": dict(
+        head_dim=16,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+    ),
+    "deepseek_v2": dict(num_experts_per_tok=2),
+    "dots1": dict(
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+    ),
+    "esm": dict(vocab_size=33, pad_token_id=1, mask_token_id=32),
+    "gemma3n_text": dict(
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=256,
+        laurel_rank=8,
+        hidden_size_per_layer_input=16,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        intermediate_size=[128] * 4,
+        **_MIXED,
+    ),
+    "gemma4_text": dict(
+        num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=256, **_MIXED
+    ),
+    "gemma4_unified_text": dict(num_kv_shared_layers=0, **_MIXED),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
+    "hunyuan_v1_dense": _GQA,
+    "hunyuan_v1_moe": _GQA,
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2, num_dense_layers=1),
+    "mamba2": dict(hidden_size=64, num_heads=8, head_dim=16, state_size=16, n_groups=2),
+    "ministral": _GQA,
+    "nemotron": _GQA,
+    "reformer": dict(
+        is_decoder=True,
+        hidden_size=64,
+        axial_pos_embds_dim=(32, 32),
+        axial_pos_shape=(4, 3),
+        attn_layers=["local", "local"],
+    ),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    ),
+}
+"""model type -> constructor arguments, where the common ones do not fit together."""
+
+
+def randomise(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Random values: weights of size ~1/sqrt(fan in), biases ~0.2, norm weights around their own."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.is_floating_point():
+                continue
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            if name.endswith("bias"):
+                p.copy_(0.2 * noise)
+            elif p.ndim >= 2:
+                p.copy_(
+                    0.8 * noise / math.sqrt(max(p.shape[1:].numel(), 1))
+                    if p.ndim > 2
+                    else 0.8 * noise / math.sqrt(p.shape[-1])
+                )
+            else:
+                p.add_(0.1 * noise)
+    return model
+
+
+def config_of(cls: str, model_type: str, how: str) -> Any:
+    """A small config for the class; how: `anew` (constructed with small values) or `set` (set one by one)."""
+    import transformers
+
+    # A mapping may give a multimodal config for a class that takes the text part: the class knows better.
+    config_class = getattr(transformers, cls).config_class or transformers.CONFIG_MAPPING[model_type]
+    extra = EXTRA.get(config_class.model_type, {})
+    if how == "anew":
+        return config_class(**shrunk_arguments(config_class, extra))
+    return set_small(config_class(**extra), extra)
+
+
+def build(cls: str, model_type: str, how: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model in eval mode. Raises whatever its constructor does."""
+    import transformers
+
+    config = config_of(cls, model_type, how)
+    torch.manual_seed(0)
+    model = randomise(getattr(transformers, cls)(config).to(dtype).eval())
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        try:
+            model.set_experts_implementation("batched_mm")  # the default, grouped_mm, knows no float64
+        except (ValueError, AttributeError):
+            pass
+    return model
+
+
+def inputs(model: nn.Module, make: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
+    """Inputs for the model: what `make` (autotp's own example inputs) gives, and what else its weights are for."""
+    given = make(model)
+    takes = inspect.signature(model.forward).parameters
+    config = model.config
+    codebooks = getattr(getattr(config, "decoder", config), "num_codebooks", None)
+    if codebooks and "input_ids" in given and getattr(config, "is_encoder_decoder", False) is False:
+        given["input_ids"] = given["input_ids"].repeat(codebooks, 1)
+    if "encoder_hidden_states" in takes and "input_ids" in given and _unused(model, given):
+        width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 64)
+        states = torch.randn(
+            given["input_ids"].shape[0], 7, width, generator=torch.Generator().manual_seed(5)
+        )
+        with_states = {**given, "encoder_hidden_states": states.to(next(model.parameters()).dtype)}
+        try:
+            if len(_unused(model, with_states)) < len(_unused(model, given)):
+                return with_states
+        except Exception:  # it takes them in a form of its own
+            return given
+    return given
+
+
+def _unused(model: nn.Module, given: dict[str, Any]) -> list[str]:
+    """The parameters that no part of the output depends on."""
+    model.zero_grad()
+    outputs = [t for t in tensors(model(**given)) if t.requires_grad]
+    if outputs:
+        sum(t.double().sum() for t in outputs).backward()  # type: ignore[union-attr]
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    return unused
