@@ -104,7 +104,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _explained(error: Exception, recorder: Recorder) -> AutotpError:
-    path = recorder.scopes[-1][0] if recorder.scopes else ""
+    path = getattr(error, "module", None) or (recorder.scopes[-1][0] if recorder.scopes else "")
     site = Site(path, tuple(frames_of(error.__traceback__))[-1:])
     if isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)):
         return CaptureError(

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from .cli_search import register as register_search
 from .errors import AutotpError, ModelSourceError, PlanError
 
 if TYPE_CHECKING:
@@ -158,6 +159,9 @@ def verify(
     """
     wrong = _guarded(context.obj, lambda: not _verify(model, tp, steps, policy, layers, memory).ok)
     raise typer.Exit(int(bool(wrong)))
+
+
+register_search(app, lambda debug, run: _guarded(debug, run))
 
 
 def main() -> None:

@@ -64,6 +64,18 @@ def _is_softmax(index: GraphIndex, node: fx.Node) -> bool:
     return node.target in WEIGHTS
 
 
+def unasked(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Make `model`, a copy to be planned, show no attention weights; gives inputs that ask for none.
+
+    As outputs of the captured graph they would need their heads whole, and the heads would stay unsplit.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "output_attentions", False) is True:
+            config.output_attentions = False  # type: ignore[union-attr]
+    return {k: v for k, v in inputs.items() if k != "output_attentions"}
+
+
 @dataclass
 class Request:
     """Whether the forward of the whole model that is running was asked for attention weights."""

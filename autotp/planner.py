@@ -26,6 +26,7 @@ from .graph import GraphIndex, describe
 from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
 from .lowering import layer_kind, to_plan
+from .outputs import unasked
 from .place import Placement, place
 from .plan import Plan
 from .policy import BoundPolicy, Policy, load
@@ -183,7 +184,7 @@ def plan_and_analysis(
     if tp < 1:
         raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
-    inputs = given_inputs(quiet, example_inputs)
+    inputs = unasked(quiet, given_inputs(quiet, example_inputs))
     found = _analyse_masked(quiet, tp, inputs, load(policy))
     refused: dict[Axis, str] = {}
     while True:

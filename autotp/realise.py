@@ -8,7 +8,7 @@ at the call site. A module that is called several times must want the same at ev
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,9 +49,8 @@ class Realised:
 
 def realise(index: GraphIndex, placement: Placement) -> Realised:
     """Find a place for every arrow of the placement."""
-    calls_of: dict[str, int] = defaultdict(int)
-    for call in index.captured.calls:
-        calls_of[call.path] += 1
+    calls_of = Counter[str | Site](call.path for call in index.captured.calls)
+    calls_of.update(n.meta["site"] for n in index.nodes if n.op == "call_function" and n.meta.get("site"))
     boundaries = Boundaries(index)
     options = [(arrow, list(_options(boundaries, arrow))) for arrow in placement.arrows]
     chosen = [0] * len(options)
@@ -80,8 +79,9 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
     return result
 
 
-def _uneven(where: Where, count: int, calls_of: dict[str, int]) -> bool:
-    return where.kind in ("layer", "in", "out") and bool(where.module) and count < calls_of[where.module]
+def _uneven(where: Where, count: int, calls_of: Counter[str | Site]) -> bool:
+    """Would the place also convert at calls that want no conversion?"""
+    return count < calls_of[where.module if where.site is None else where.site]
 
 
 class Boundaries:
