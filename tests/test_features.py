@@ -204,18 +204,32 @@ class Counted:
         return self.count
 
 
-def test_a_config_that_asks_for_attention_weights() -> None:
+@pytest.mark.parametrize("asked", ["by the config", "in the example inputs"])
+def test_asking_when_planning_costs_no_split_heads(asked: str) -> None:
+    """Attention weights as outputs of the captured forward: gathered when asked for, heads split as ever."""
+
     def build() -> tuple[nn.Module, dict[str, Any]]:
         model, inputs = built("llama_gqa", "eager")
-        model.config.output_attentions = True  # type: ignore[union-attr]
-        return model, inputs
+        if asked == "by the config":
+            model.config.output_attentions = True  # type: ignore[union-attr]
+            return model, inputs
+        return model, {**inputs, "output_attentions": True}
 
     model, inputs = build()
     want = [a.detach() for a in model(**inputs).attentions]
     assert want[0].shape[1] == 4
-    for rank in on_ranks(2, build, lambda model, inputs: [a.detach() for a in model(**inputs).attentions]):
+    for rank, local in on_ranks(
+        2, build, lambda m, i: ([a.detach() for a in m(**i).attentions], local_heads(m))
+    ):
+        assert local == 2
         for got, value in zip(rank, want, strict=True):
             assert_close(got, value, FLOAT32)
+
+
+def local_heads(model: Any) -> int:
+    """By the rows of the output projection's layout: whole heads of 16 on each rank."""
+    layout = model.autotp.held["model.layers.0.self_attn.o_proj.weight"].layout
+    return sum((stop - start) // 16 for start, stop in layout.dims[1][model.autotp.comm.rank])
 
 
 def test_torchs_own_attention_shows_all_heads() -> None:
