@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ import typer
 from rich.console import Console
 
 from .errors import SearchError
+
+WIDE = 180  # columns of a table that goes to a file or a pipe
 
 ModelArgument = Annotated[
     str,
@@ -111,7 +114,7 @@ def _search(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, default=float))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDE)  # in a pipe nothing is cut to a terminal
     best = result.best  # raises where nothing fits
     console.print(plans_table(result.plans[:top], summary(result)))
     if why is not None:

@@ -225,10 +225,10 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     breakdown = {
         "compute": computing,
         "tensor-parallel communication": sending,
-        "pipeline bubble and sends": pipeline - computing - sending,
+        "pipeline bubble and sends": max(0.0, pipeline - computing - sending),
         "data-parallel communication": data,
         "optimizer": optimizer,
-        "per step": cluster.software.step_ms * 1e-3,
+        "fixed per step": cluster.software.step_ms * 1e-3,
     }
     mem, kinds = stage_memory(workload, cluster, c, held, s)
     tokens = c.batch * workload.seq / step
@@ -277,8 +277,10 @@ def data_parallel(
 
     whole = np.maximum(0.0, move("reduce", software.gradient_bytes) - software.dp_overlap * backward)
     reduce, gather = move("scatter", software.gradient_bytes), move("gather", weight)
-    hidden = np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)
-    halves = reduce + gather - software.dp_overlap * hidden
+    # ZeRO 2 keeps no whole gradients from one micro-batch to the next: it reduces after each.
+    times = np.where(np.asarray(zero) == 2, microbatches, 1)
+    hidden = times * np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)
+    halves = times * reduce + gather - software.dp_overlap * hidden
     # ZeRO 3: weights gathered for each forward and each backward, gradients scattered after each, beside the computation.
     each = 2 * move("gather", weight) + move("scatter", weight)
     if not software.grouped_zero3:
