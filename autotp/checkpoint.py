@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .layouts import take_dim
-from .lazy import LazyTensor, fill, lazy
-from .tensorfiles import ReadCounter, Region, read_header
+from .lazy import LazyTensor, lazy, read_in_blocks
+from .tensorfiles import ReadCounter, Region, read_header, whole_region
 
 SAFE_INDEX, SAFE_FILE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -92,7 +92,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False) -> Checkpoint:
         raise CheckpointError(f"{path} holds no weights: neither {SAFE_FILE} nor {SAFE_INDEX}.")
     if not allow_pickle:
         raise CheckpointError(
-            f"{path} holds its weights in {pickles[0]} only, a pickle. If you trust it: allow_pickle=True (it "
+            f"{path} holds its weights in {pickles[0]} only, a pickle. Trusted? allow_pickle=True (it "
             "is read with weights_only, which runs none of its code), or convert it: from_pretrained and "
             "save_pretrained."
         )
@@ -184,19 +184,5 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two lazy tensors hold the same, read a block of rows at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    for region, shape in _row_blocks(a):
-        parts = [torch.empty(shape, dtype=a.dtype) for _ in range(2)]
-        for part, tensor in zip(parts, (a, b), strict=True):
-            fill(part, tensor, region)
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
-def _row_blocks(tensor: Tensor, rows: int = 4096) -> Iterator[tuple[Region, tuple[int, ...]]]:
-    rest = tuple(((0, n),) for n in tensor.shape[1:])
-    for start in range(0, tensor.shape[0] if tensor.dim() else 0, rows):
-        stop = min(start + rows, tensor.shape[0])
-        yield (((start, stop),), *rest), (stop - start, *tensor.shape[1:])
-    if not tensor.dim():
-        yield (), ()
+    whole = whole_region(a.shape)
+    return all(map(torch.equal, read_in_blocks(a, whole), read_in_blocks(b, whole)))

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli_search import register as register_search
+from .cli_weights import register_weights
 from .errors import AutotpError, ModelSourceError, PlanError
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def verify(
 
 
 register_search(app, lambda debug, run: _guarded(debug, run))
+register_weights(app, lambda debug, run: _guarded(debug, run))
 
 
 def main() -> None:

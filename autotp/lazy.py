@@ -9,7 +9,7 @@ has no way back for are run on whole operands."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .layouts import DimLayout, local_size, merge, take_dim
-from .tensorfiles import Region, whole_region
+from .tensorfiles import CHUNK, Region, row_blocks, whole_region
 
 aten = torch.ops.aten
 
@@ -106,6 +106,16 @@ def read(tensor: Tensor) -> Tensor:
     values = torch.empty(tensor.shape, dtype=tensor.dtype)
     fill(values, tensor, whole_region(tensor.shape))
     return values
+
+
+def read_in_blocks(tensor: Tensor, region: Region) -> Iterator[Tensor]:
+    """The part `region`, on the CPU, some of its rows at a time: blocks of about `CHUNK` bytes."""
+    sizes = [local_size(ranges) for ranges in region]
+    rows = max(1, CHUNK // max(1, math.prod(sizes[1:]) * tensor.element_size()))
+    for _, ranges in row_blocks(region[0], rows) if region else [(0, ())]:
+        block = torch.empty([local_size(ranges), *sizes[1:]] if region else [], dtype=tensor.dtype)
+        fill(block, tensor, (ranges, *region[1:]) if region else ())
+        yield block
 
 
 def _take(tensor: Tensor, region: Region) -> Tensor:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
-from .lazy import LazyTensor, fill, lazy
+from .lazy import LazyTensor, lazy, read_in_blocks
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
 from .state import Held
-from .tensorfiles import CHUNK, FileWriter, Region, in_file_order, whole_region
+from .tensorfiles import FileWriter, Region, in_file_order, whole_region
 
 PATIENCE = 60.0  # seconds a rank waits for the others to call save too
 
@@ -276,29 +276,12 @@ def _write_file(path: Path, entries: Mapping[str, LazyTensor], comm: Comm, skip:
         except (OSError, AutotpError) as error:
             failed = error
     for name in in_file_order({n: dtype for n, (dtype, _) in shapes.items()}):
-        for block in _gathered_rows(entries[name]):
+        for block in read_in_blocks(entries[name], whole_region(entries[name].shape)):
             if writer is not None and failed is None:
                 failed = _attempt(functools.partial(writer.write, block))
     if writer is not None:
         failed = failed or _attempt(writer.close)
     return failed
-
-
-def _gathered_rows(tensor: LazyTensor) -> Iterator[Tensor]:
-    """The whole tensor, a block of rows at a time."""
-    region = whole_region(tensor.shape)
-    if tensor.dim() == 0:
-        block = torch.empty((), dtype=tensor.dtype)
-        fill(block, tensor, region)
-        yield block
-        return
-    row = max(1, tensor.element_size() * tensor[0:1].numel())
-    step = max(1, CHUNK // row)
-    for start in range(0, tensor.shape[0], step):
-        stop = min(start + step, tensor.shape[0])
-        block = torch.empty((stop - start, *tensor.shape[1:]), dtype=tensor.dtype)
-        fill(block, tensor, (((start, stop),), *region[1:]))
-        yield block
 
 
 def _write_configs(model: Any, target: Path, variant: str | None) -> None:

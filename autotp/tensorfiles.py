@@ -82,7 +82,7 @@ class FileTensor:
                     reader.read(_memory(dest), self._runs(region, shape))
                     return
             row = math.prod(dest.shape[1:]) * self.dtype.itemsize
-            for at, rows in _blocks(region[0], max(1, CHUNK // max(row, 1))):
+            for at, rows in row_blocks(region[0], max(1, CHUNK // max(row, 1))):
                 part = dest.narrow(0, at, local_size(rows))
                 part.copy_(self._load(reader, (rows, *region[1:]), shape))
 
@@ -129,7 +129,7 @@ def _last_cut(region: Region, shape: Sequence[int]) -> int:
     )
 
 
-def _blocks(ranges: DimLayout, most: int) -> Iterator[tuple[int, DimLayout]]:
+def row_blocks(ranges: DimLayout, most: int) -> Iterator[tuple[int, DimLayout]]:
     """`ranges` in blocks of at most `most` indices, each with its place in the result."""
     at = 0
     for start, stop in ranges:

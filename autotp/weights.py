@@ -17,6 +17,8 @@ from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree, attach
 from .errors import AutotpError, CheckpointError, PlanError
 from .lazy import fill
+from .plan import Plan
+from .presharded import find_shards
 from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
 from .tensorfiles import Region, whole_region
 
@@ -61,17 +63,23 @@ def load(
     where = torch.device(device) if device is not None else default_device(ranks)
     with together(ranks):
         root = _fetched(path, ranks)
-        checkpoint = open_checkpoint(root, allow_pickle)
+        shards = find_shards(root)
+        mine = None if shards is None else shards.of_rank(ranks.rank, ranks.size)
+        checkpoint = open_checkpoint(root, allow_pickle) if shards is None else shards.checkpoint
         floating = next((t.dtype for t in checkpoint.tensors.values() if t.is_floating_point()), None)
         model = build_unloaded(root, dtype, floating, **overrides)
         found = recipes(model, checkpoint, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
     with together(ranks):
-        apart = untied(model, found) if ranks.rank == 0 else []
+        apart = shards.apart if shards is not None else untied(model, found) if ranks.rank == 0 else []
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
     parallelize(model, tp, policy=policy, strict=strict, example_inputs=example_inputs, comm=ranks)
     with together(ranks):
-        fill_shards(model, found, where, _bar(progress, ranks))
+        if shards is not None:
+            shards.check(made_plan(model))
+        fill_shards(
+            model, found if mine is None else mine, where, _bar(progress, ranks), cut=mine is not None
+        )
         adopt_generation_config(model, root)
     return model
 
@@ -120,14 +128,22 @@ def default_device(comm: Comm) -> torch.device:
     return torch.device("cpu")
 
 
+def made_plan(model: nn.Module) -> Plan:
+    """The plan that a parallelized model was cut by."""
+    plan: Plan = model.autotp.plan  # type: ignore[union-attr, assignment]
+    return plan
+
+
 Progress = Callable[[int, int], None]  # bytes done now, bytes in all
 
 
-def fill_shards(model: nn.Module, found: Mapping[str, Tensor], device: torch.device, told: Progress) -> None:
+def fill_shards(
+    model: nn.Module, found: Mapping[str, Tensor], device: torch.device, told: Progress, cut: bool
+) -> None:
     """Replace every meta tensor of a parallelized model by this rank's part of what `found` has for one of
     its names.
 
-    Raises CheckpointError when a tensor has no recipe.
+    cut: what `found` has are the rank's parts already. Raises CheckpointError when a tensor has no recipe.
     """
     state: Any = getattr(model, "autotp", None)
     held = {} if state is None else state.held
@@ -155,7 +171,7 @@ def fill_shards(model: nn.Module, found: Mapping[str, Tensor], device: torch.dev
         if how is not None and how.once and rank > 0:
             values.zero_()
         else:
-            fill(values, source, _kept(source, how.layout if how is not None else None, rank))
+            fill(values, source, _kept(source, how.layout if how is not None and not cut else None, rank))
         real[key] = _like(tensor, values)
         told(values.numel() * values.element_size(), total)
     for module in model.modules():
