@@ -137,14 +137,24 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     if not weights:
         return "only vectors carry it"
     sent = [e for e in flow.edges if e.kind in ("gather", "reduce", "stat")]
-    matrices = sum(index.captured.skeleton.get_parameter(p).ndim > 1 for p in flow.params)
-    if matrices > 1 and len(sent) > (matrices - 1 if matrices < 4 else 0.75 * matrices):
-        return f"{len(sent)} collectives for {matrices} weights: about one for every product along it"
+    products = _products_with_weights(index, flow)
+    if products > 1 and len(sent) > (products - 1 if products < 4 else 0.75 * products):
+        return f"{len(sent)} collectives for {products} products: about one for every product along it"
     for edge in flow.edges:
         column = edge.source.op == "call_module" and edge.source not in flow.partial
         if edge.kind == "gather" and not column:
             return f"{describe(edge.user or edge.source)}: {edge.why}"
     return None
+
+
+def _products_with_weights(index: GraphIndex, flow: Flow) -> int:
+    """How often a sharded matrix is multiplied by: a layer that runs twice counts twice."""
+    matrices = {p for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1}
+    return sum(
+        any(name in matrices for name in index.module_params.get(node, {}).values())
+        or any(op.node.op == "get_attr" and op.node.target in matrices for op in index.operands[node])
+        for node in flow.inside
+    )
 
 
 def _only_looked_up(index: GraphIndex, axis: Axis, flow: Flow) -> bool:

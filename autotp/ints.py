@@ -213,7 +213,8 @@ class TrackedInt(int):
         return int, (plain(self),)
 
     def __hash__(self) -> int:
-        # A cached function would give the number of an earlier call, with that call's expression: it is made to miss.
+        # A cached function would give the number of an earlier call, with that call's expression: it is
+        # made to miss.
         return object.__hash__(self) if asks_a_cache(sys._getframe(1)) else hash(plain(self))
 
 

@@ -24,7 +24,8 @@ def known_result(
 ) -> tuple[bool, Any]:
     """(True, what `function(*args, **kwargs)` gives), or (False, None) where that depends on more than sizes.
 
-    args, kwargs: with nodes of `graph` for tensors. constants: the tensors of `get_attr` nodes that are neither
+    args, kwargs: with nodes of `graph` for tensors. constants: the tensors of `get_attr` nodes that are
+    neither
     parameters nor buffers. Nothing is known of inputs, parameters, buffers, or what random numbers give.
     """
     needed = _ancestors([n for n in _nodes((args, kwargs))])

@@ -166,7 +166,12 @@ def _collectives(found: Analysis, tp: int) -> tuple[list[Collective], list[Layer
         elif (table := index.looks_up(node)) is not None:
             layers.setdefault(table, ("vocab" if node in _reduced(found) else "embedding", {}))
     collectives = []
-    for arrow, places in found.realised.places:
+    put: set[tuple[str, Where]] = set()  # one conversion at a place serves all calls that go through it
+    for arrow, all_places in found.realised.places:
+        places = [w for w in dict.fromkeys(all_places) if (arrow.kind, w) not in put]
+        put.update((arrow.kind, w) for w in places)
+        if not places:
+            continue
         node = arrow.source
         value = next(tensors_of(node.meta["val"]))
         shares: tuple[tuple[int, int], ...] = ()

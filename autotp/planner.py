@@ -185,6 +185,10 @@ def plan_and_analysis(
         raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = unasked(quiet, given_inputs(quiet, example_inputs))
+    # What trains may change, and inputs may come with gradients: the plan is right for all of it.
+    for p in quiet.parameters():
+        p.requires_grad_(p.is_floating_point() or p.is_complex())
+    inputs = {k: _with_gradient(v) for k, v in inputs.items()}
     found = _analyse_masked(quiet, tp, inputs, load(policy))
     refused: dict[Axis, str] = {}
     while True:
@@ -206,17 +210,23 @@ def plan_and_analysis(
 def _analyse_masked(model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy) -> Analysis:
     """`analyse`, with a padding mask where the model takes one and none is given.
 
-    Attention without a mask may leave out what attention with one does (repeat the key heads, as often as an attribute
-    says); what runs with a mask runs without.
+    Attention without a mask may leave out what attention with one does (repeat the key heads, as often as an
+    attribute says); what runs with a mask runs without.
     """
     ids = inputs.get("input_ids")
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    if takes_mask and inputs.get("attention_mask") is None and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+    has_mask = inputs.get("attention_mask") is not None
+    if takes_mask and not has_mask and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         try:
             return analyse(model, tp, {**inputs, "attention_mask": torch.ones_like(ids)}, policy)
         except CaptureError:
             pass  # then without
     return analyse(model, tp, inputs, policy)
+
+
+def _with_gradient(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+    return value.detach().requires_grad_() if floating else value
 
 
 def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -55,15 +56,16 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
     options = [(arrow, list(_options(boundaries, arrow))) for arrow in placement.arrows]
     chosen = [0] * len(options)
     while True:
-        counts: dict[tuple[str, Where], int] = defaultdict(int)
+        counts: dict[tuple[Any, Where], int] = defaultdict(int)
         for (arrow, places), pick in zip(options, chosen, strict=False):
             for where in places[pick] if pick < len(places) else ():
-                counts[arrow.kind, where] += 1
+                counts[_what(index, arrow), where] += 1
         moved = False
         for i, (arrow, places) in enumerate(options):
             if chosen[i] >= len(places):
                 continue
-            if any(_uneven(where, counts[arrow.kind, where], calls_of) for where in places[chosen[i]]):
+            what = _what(index, arrow)
+            if any(_uneven(where, counts[what, where], calls_of) for where in places[chosen[i]]):
                 chosen[i] += 1
                 moved = True
         if not moved:
@@ -77,6 +79,14 @@ def realise(index: GraphIndex, placement: Placement) -> Realised:
                 (f"no place for the {arrow.kind} of {describe(arrow.source)}", arrow.source, arrow.axes)
             )
     return result
+
+
+def _what(index: GraphIndex, arrow: Arrow) -> tuple[Any, ...]:
+    """What is done at a place: equal for arrows that one conversion can serve."""
+    dims: list[int] = []
+    if arrow.kind in ("slice", "gather"):
+        dims = sorted({d for axis in arrow.axes for d in index.dims_with(arrow.source, axis)})
+    return arrow.kind, arrow.enter, tuple(dims)
 
 
 def _uneven(where: Where, count: int, calls_of: Counter[str | Site]) -> bool:

@@ -254,31 +254,33 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
         )  # hooks of a layer that is not run still run
         return boundary or not any(f"{where.module}.".startswith(f"{path}.") for path in left_out)
 
-    calls = Counter(call.path for call in found.captured.calls)
-    planned: Counter[str] = Counter()
-    for arrow, places in found.realised.places:
-        if arrow.source.meta.get("grad_enabled", True):  # without gradients an arrow leaves no trace
-            for where in filter(counted, places):
-                ran = calls[where.module] if where.site is None else 1
-                planned[_ARROWS.get((arrow.kind, arrow.enter), "other")] += ran
-    functions = {
-        id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad")) is not None
+    calls = Counter[Any](call.path for call in found.captured.calls)
+    calls.update(n.meta["site"] for n in found.index.nodes if n.op == "call_function" and n.meta.get("site"))
+    placed = {
+        (arrow.kind, arrow.enter, where)
+        for arrow, places in found.realised.places
+        for where in places
+        # without gradients an arrow leaves no trace
+        if arrow.source.meta.get("grad_enabled", True) and counted(where)
     }
-    actual = Counter(functions.values())
-    for name in set(_ARROWS.values()):
-        if planned[name] != actual[name] and not planned["other"]:
-            kind = name.strip("_").lower()
-            _raise(f"{planned[name]} arrows of kind {kind} were planned and {actual[name]} ran")
+    planned: Counter[str] = Counter()
+    for kind, enter, where in placed:
+        for part in (kind, "enter") if enter else (kind,):
+            planned[_PARTS.get(part, "other")] += calls[where.module if where.site is None else where.site]
+    functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad"))}
+    actual = Counter(part for name in functions.values() for part in _RUN_AS.get(name, ()))
+    for part in ("enter", "reduce", "gather", "slice"):
+        if planned[part] != actual[part] and not planned["other"]:
+            _raise(f"{planned[part]} arrows of kind {part} were planned and {actual[part]} ran")
 
 
-_ARROWS = {
-    ("enter", False): "_Enter",
-    ("reduce", False): "_Reduce",
-    ("reduce", True): "_ReduceEnter",
-    ("mean", False): "_Reduce",
-    ("mean", True): "_ReduceEnter",
-    ("gather", False): "_Gather",
-    ("slice", False): "_Slice",
+_PARTS = {"enter": "enter", "reduce": "reduce", "mean": "reduce", "gather": "gather", "slice": "slice"}
+_RUN_AS = {  # collectives.py's functions
+    "_Enter": ("enter",),
+    "_Reduce": ("reduce",),
+    "_ReduceEnter": ("reduce", "enter"),
+    "_Gather": ("gather",),
+    "_Slice": ("slice",),
 }
 
 

@@ -48,6 +48,17 @@ def matmul(op: Op) -> Dims:
     return matrix_result(op, x, y)
 
 
+@here(*everywhere("solve_triangular"))
+def solve_triangular(op: Op) -> Dims:
+    """The columns of B and the batch are solved each on their own."""
+    if not op.arg("left", 4, True):
+        raise NoRule("the unknown is on the left of the matrix")
+    op.linear("each", (1, "B"))
+    a, b = op.dims((0, "A")), op.dims((1, "B"))
+    op.forbid([*a[-2:], b[-2]], "a system of equations runs along it")
+    return op.broadcast(a[:-2], b[:-2], shape=op.shape[:-2]) + b[-2:]
+
+
 def matrix_result(op: Op, x: Dims, y: Dims) -> Dims:
     rows = [x[-2]] if len(x) > 1 else []
     columns = [y[-1]] if len(y) > 1 else []

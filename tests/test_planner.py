@@ -1,0 +1,133 @@
+"""What the planner decides, on models small enough to say what is right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autotp
+from autotp.errors import PlanError
+from autotp.planner import plan_and_analysis, warn_replicated
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True, functional: bool = False):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12, bias=bias), nn.Linear(12, 8, bias=bias)
+        self.functional = functional
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.functional:
+            return x + self.down(F.gelu(self.up(x)))
+        hidden = F.gelu(F.linear(x, self.up.weight, self.up.bias))
+        return x + F.linear(hidden, self.down.weight, self.down.bias)
+
+
+def layouts(plan: autotp.Plan) -> dict[str, list[int]]:
+    return {n: sorted(p.layout.dims) for n, p in plan.params.items() if p.layout is not None}
+
+
+X = {"x": torch.randn(3, 8)}
+
+
+def test_an_mlp_is_column_then_row_with_one_collective_each_way() -> None:
+    plan = autotp.plan(Mlp(), 2, example_inputs=X)
+    assert layouts(plan) == {"up.weight": [0], "up.bias": [0], "down.weight": [1]}
+    assert [(c.kind, [str(w) for w in c.where]) for c in plan.collectives] == [
+        ("reduce", ["down"]),
+        ("enter", ["up in[0]"]),
+    ]
+    assert plan.params["down.bias"].gradient == "whole" and plan.sharded_fraction == 1.0
+
+
+def test_a_bias_inside_a_functional_sum_is_kept_once() -> None:
+    model = Mlp(functional=True).double()
+    with torch.no_grad():
+        model.down.bias.add_(3)
+    report = autotp.verify(model, 3, example_inputs={"x": X["x"].double()}, steps=3)
+    assert report.ok, str(report)
+    assert report.plan.params["down.bias"].once
+    assert layouts(report.plan)["down.weight"] == [1]
+
+
+class Mixed(nn.Module):
+    """A router, a learned scale and a norm inside the sharded region: their gradients are shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 1), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.scale * torch.tanh(self.up(x))) * 2 + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_replicated_parameters_inside_get_summed_gradients(tp: int) -> None:
+    report = autotp.verify(Mixed().double(), tp, example_inputs={"x": X["x"].double()}, steps=3)
+    assert report.ok, str(report)
+    assert report.plan.params["scale"].gradient == "summed"
+    assert report.plan.params["up.weight"].layout is not None
+
+
+class Minus(nn.Module):
+    """OPT's trap: `-1` where the heads should be would swallow the shrink into the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (p(x).view(b, -1, self.heads, self.width).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = torch.softmax(q @ k.transpose(-1, -2) / 2.0, -1) @ v
+        return self.o(y.transpose(1, 2).reshape(b, s, 16))
+
+
+def test_a_minus_one_does_not_swallow_the_shrink() -> None:
+    report = autotp.verify(Minus().double(), 2, example_inputs={"x": torch.randn(2, 6, 16).double()}, steps=2)
+    assert report.ok, str(report)
+    assert {i.name: i.local for i in report.plan.ints} == {"heads": (2, 2)}
+    assert report.plan.sharded_fraction == 1.0
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.fft.fft(self.up(x)).real).sum(-1)
+
+
+def test_an_unknown_operation_gets_whole_values_and_is_named() -> None:
+    report = autotp.verify(Unknown().double(), 2, example_inputs={"x": X["x"].double()})
+    assert report.ok, str(report)
+    assert any("no rule for fft" in note for note in report.plan.notes)
+    assert [c.kind for c in report.plan.collectives if str(c.where[0]) == "up"] == ["gather"]
+
+
+def test_what_stays_whole_is_told_and_refused_under_strict() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 8))
+    plan = autotp.plan(model, 4, example_inputs=(torch.randn(2, 8),))
+    assert "its size 3 is below the 4 ranks" in plan.kept["2.weight"]
+    with pytest.warns(UserWarning, match="2.weight"):
+        warn_replicated(plan, strict=False)
+    with pytest.raises(PlanError, match="(?s)2.weight.*strict=False"):
+        warn_replicated(plan, strict=True)
+
+
+def test_two_plans_of_one_model_have_one_digest() -> None:
+    a, b = (autotp.plan(Mlp(), 2, example_inputs=X) for _ in range(2))
+    assert a.digest == b.digest != autotp.plan(Mlp(bias=False), 2, example_inputs=X).digest
+
+
+def test_planning_changes_nothing_and_draws_nothing() -> None:
+    model = Mixed().train()
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    names = {n: sorted(vars(m)) for n, m in model.named_modules()}
+    plan_and_analysis(model, 2, example_inputs=X)
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert names == {n: sorted(vars(m)) for n, m in model.named_modules()}
