@@ -22,7 +22,8 @@ def collectives(comm):
     out["uneven"] = comm.all_gather(torch.full((2, r + 1, 2), float(r)), 1, sizes)
     # processes send these another way: 160 kB, and parts of 80 kB and more
     out["big"] = comm.all_reduce(torch.full((40000,), r + 1.0))
-    out["big_uneven"] = comm.all_gather(torch.full((20000 * (r + 1),), float(r)), 0, [20000 * n for n in sizes])
+    part = torch.full((20000 * (r + 1),), float(r))
+    out["big_uneven"] = comm.all_gather(part, 0, [20000 * n for n in sizes])
     out["even"] = comm.all_gather(x, -1, [3] * comm.size)
     out["scatter"] = comm.reduce_scatter(torch.ones(2, comm.size * 2) * (r + 1), 1, [2] * comm.size)
     out["scatter_uneven"] = comm.reduce_scatter(torch.ones(sum(sizes), 2) * (r + 1), 0, sizes)

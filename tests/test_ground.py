@@ -22,7 +22,8 @@ IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 import autotp
 for module in pkgutil.walk_packages(autotp.__path__, "autotp."):
-    importlib.import_module(module.name)
+    if not module.name.endswith("__main__"):  # which runs the command line
+        importlib.import_module(module.name)
 print([name for name in sys.modules if name.split(".")[0] == "transformers"])
 """
 
