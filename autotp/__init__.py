@@ -6,11 +6,14 @@ from .errors import AutotpError as AutotpError
 from .plan import Plan as Plan
 from .planner import plan as plan
 from .rules import rule as rule
+from .save import save as save
 from .search import predict as predict
 from .search import search as search  # the function; `autotp.search.cost` and the like stay importable
-from .save import save as save
 from .state import full_state_dict as full_state_dict
 from .verify import verify as verify
 from .weights import load as load
 
-__all__ = ["AutotpError", "Plan", "capture", "full_state_dict", "load", "parallelize", "plan", "predict", "rule", "search", "save", "verify"]
+__all__ = [
+    "AutotpError", "Plan", "capture", "full_state_dict", "load", "parallelize", "plan", "predict", "rule",
+    "save", "search", "verify",
+]

@@ -105,8 +105,8 @@ class ParallelDropout(nn.Dropout):
 class RegionRng:
     """Random numbers that differ by rank from the call of one module to the call of another, in training.
 
-    Between a column-parallel and a row-parallel layer all values are sharded: dropout that is called there as a function
-    must drop other elements on every rank.
+    Between a column-parallel and a row-parallel layer all values are sharded: dropout that is called there as
+    a function must drop other elements on every rank.
     """
 
     def __init__(self, comm: Comm):
@@ -132,7 +132,7 @@ class RegionRng:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """May this module drop anything in training? Told by its nn.Dropout children and by rates it keeps as numbers."""
+    """May this module drop anything in training? Told by its nn.Dropout children and the rates it keeps."""
     rates = [v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)]
     rates += [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
     return any(rate > 0 for rate in rates)
