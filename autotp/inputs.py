@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import CaptureError
+from .skeleton import clone, fake_like
 
 _BATCHES = (2, 3, 5, 7)
 _LENGTHS = (12, 10, 14, 18, 22, 11, 13)
@@ -44,6 +45,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
             name == main or not inputs or (name == "pixel_values" and make.pairs_images)
         ):
             inputs[name] = getattr(make, name)()
+    if "input_ids" in inputs and "pixel_values" in parameters and "pixel_values" not in inputs:
+        inputs.update(make.text_with_image() or {})
     if "decoder_input_ids" in parameters and make.get("is_encoder_decoder", False):
         inputs["decoder_input_ids"] = make.ids(make.target_length)
     if not inputs:
@@ -146,6 +149,24 @@ class _Maker:
         low = min(10, high // 2)
         return torch.randint(low, high, (self.batch, length), generator=self.generator)
 
+    def text_with_image(self) -> dict[str, Any] | None:
+        """Token ids in which the features of one image have their places, and the image; None where the model
+        makes features of more than pixels."""
+        token = next(
+            (t for t in self._settings("image_token_id", "image_token_index") if isinstance(t, int)), None
+        )
+        make_features = getattr(self.model, "get_image_features", None)
+        if token is None or make_features is None:
+            return None
+        pixels = self.pixel_values()
+        try:
+            places = _features_per_image(self.model, pixels)
+            ids = self.ids(places + self.length)
+            ids[:, 1 : 1 + places] = token
+            return {"input_ids": ids, "pixel_values": pixels}
+        except Exception:  # sizes of crops, grids, masks of patches: each model has its own
+            return None
+
     def floats(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.batch, *shape, generator=self.generator).to(self.dtype)
 
@@ -176,6 +197,16 @@ class _Maker:
         for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
             frames = (frames - 1) * stride + kernel  # as many samples as give that many frames
         return self.floats(frames)
+
+
+def _features_per_image(model: nn.Module, pixels: torch.Tensor) -> int:
+    """How many tokens an image stands for: found out on fake tensors, nothing is computed."""
+    fake = clone(model)
+    with fake.mode, torch.no_grad():
+        given = fake.module.get_image_features(pixel_values=fake_like(pixels, fake.mode))  # type: ignore[operator]
+    features = getattr(given, "pooler_output", given)
+    parts = features if isinstance(features, (tuple, list)) else [features]
+    return sum(part.shape[:-1].numel() for part in parts) // pixels.shape[0]
 
 
 def _single_tensor(model: nn.Module, parameters: Mapping[str, Any], make: _Maker) -> dict[str, Any]:

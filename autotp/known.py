@@ -8,6 +8,7 @@ real from the graph recorded so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ def known_result(
     """(True, what `function(*args, **kwargs)` gives), or (False, None) where that depends on more than sizes.
 
     args, kwargs: with nodes of `graph` for tensors. constants: the tensors of `get_attr` nodes that are
-    neither
-    parameters nor buffers. Nothing is known of inputs, parameters, buffers, or what random numbers give.
+    neither parameters nor buffers. Nothing is known of inputs, parameters, buffers and random numbers.
     """
     needed = _ancestors([n for n in _nodes((args, kwargs))])
     if needed is None or not all(_is_known(node, constants) for node in needed):
@@ -56,6 +56,18 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)):
         return all(map(_equal, one, other))
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+_CHECKS = {
+    getattr(getattr(torch, name, None), "__code__", None)
+    for name in ("_check_tensor_all_with", "_check_tensor_all", "_check_with", "_check")
+}
+
+
+def in_a_check(caller: FrameType) -> bool:
+    """Whether `caller` is one of torch's functions that only raise where a condition does not hold. A run
+    that goes on has passed them, and the real model makes them itself."""
+    return caller.f_code in _CHECKS
 
 
 def _nodes(value: Any) -> list[fx.Node]:

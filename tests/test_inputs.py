@@ -40,6 +40,15 @@ MODELS = {
         ),
         {"input_ids", "pixel_values"},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration", "LlavaConfig",
+        dict(
+            text_config=dict(model_type="llama", **SMALL, vocab_size=99),
+            vision_config=dict(model_type="clip_vision_model", **TOWER, image_size=16, patch_size=4),
+            image_token_index=5,
+        ),
+        {"input_ids", "pixel_values"},
+    ),
     "whisper": (
         "WhisperForConditionalGeneration", "WhisperConfig",
         dict(**SEQ2SEQ, max_source_positions=20, max_target_positions=30, num_mel_bins=8),
@@ -131,3 +140,11 @@ def test_keyword_arguments_pass_and_positional_only_ones_are_refused() -> None:
     assert bind_inputs(Open(), {"x": x, "y": x}) == {"x": x, "y": x}
     with pytest.raises(CaptureError, match="position only"):
         bind_inputs(Closed(), (x,))
+
+
+def test_text_has_a_place_for_each_feature_of_the_image() -> None:
+    model_class, config_class, settings, _ = MODELS["llava"]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings))
+    ids = example_inputs(model)["input_ids"]
+    assert (ids == 5).sum(1).tolist() == [16] * ids.shape[0]  # a patch each
+    assert (ids != 5).any(1).all()

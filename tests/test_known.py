@@ -1,4 +1,5 @@
-"""What a model reads of its own tensors while it is recorded: known where it follows from sizes, refused elsewhere."""
+"""What a model reads of its own tensors while it is recorded: known where it follows from sizes, refused
+elsewhere."""
 
 from collections.abc import Callable
 
@@ -73,3 +74,22 @@ def test_a_decision_by_size_is_made_anew_at_another_size() -> None:
     except CaptureError:
         return
     assert torch.equal(got, model(other))
+
+
+class Checks(nn.Module):
+    """Makes sure of its input, in the way torch has for it, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all_with(ValueError, x.sum() < 1e6, lambda: "too large")
+        return self.linear(x)
+
+
+def test_checks_of_values_are_passed_by() -> None:
+    model, x = Checks(), torch.randn(3, 4)
+    assert torch.equal(autotp.capture(model, x=x).run(model, x=x), model(x))
+    with pytest.raises(ValueError, match="too large"):
+        model(x + 1e7)

@@ -151,6 +151,7 @@ CASES = [
     c("baddbmm", "b 1 k, b s d, b d k", lambda t, n: torch.baddbmm(*t, beta=0.5), 4),
     c("outer", "s, d", lambda t, n: torch.outer(*t), 2),
     c("inner", "b d, k d", lambda t, n: torch.inner(*t), 3),
+    c("solve_triangular", "b 3 3, b 3 d", lambda t, n: torch.linalg.solve_triangular(*t, upper=True, unitriangular=True), 2),
     c("einsum", "b s h d, b k h d", lambda t, n: torch.einsum("bqhd,bkhd->bhqk", *t), 5),
     c("einsum dots", "b s d, d o", lambda t, n: torch.einsum("...d,do->...o", *t), 4),
     c("einsum implicit", "b s, s d", lambda t, n: torch.einsum("ij,jk", *t), 3),

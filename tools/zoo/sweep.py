@@ -1,7 +1,7 @@
-"""Every class of transformers' auto mappings, tiny, whole against split: `python -m zoo.sweep` (from tools/).
+"""Every class of transformers' auto mappings, tiny, whole against split: `python -m zoo.sweep`.
 
-Resumes where it stopped: rows are JSON lines in `results/TASK.jsonl`, one for each class. Each class runs in a process of
-its own with a limit of time and memory, two at a time. `--again wrong,crash` runs those rows once more.
+Resumes where it stopped: rows are JSON lines in `results/TASK.jsonl`, one for each class. Each class runs in
+a process of its own with a limit of time and memory, two at a time. `--again wrong` runs those rows again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tiny random instances of any class of transformers' auto mappings, from its default config shrunk.
 
-A config is shrunk twice over: first its constructor is given small values (so that what it derives from them is
-derived anew), then what has no constructor argument is set. The names of settings below are transformers' vocabulary for
-sizes; nothing here is about what a model does.
+A config is shrunk twice over: first its constructor is given small values (so that what it derives from them
+is derived anew), then what has no constructor argument is set. The names of settings below are transformers'
+vocabulary for sizes; nothing here is about what a model does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,47 +34,53 @@ TASKS = {  # how the tables call them -> transformers' mapping
 }
 
 SIZES: dict[int, str] = {
-    64: "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size emb_dim word_embed_proj_dim dim_model "
-    "attention_hidden_size encoder_hidden_size decoder_hidden_size projection_dim lru_width output_proj_size "
-    "qkv_channels v_channels qk_channels d_latents projector_hidden_size text_hidden_size out_hidden_size cross_attention_hidden_size "
-    "embedding_dim rotary_emb_base_dim mlp_dim language_model_hidden_size",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads attention_heads linear_num_value_heads num_cross_attention_heads "
-    "num_self_attention_heads num_hash_heads",
-    2: "num_key_value_heads num_kv_heads multi_query_group_num num_experts_per_tok moe_topk top_k experts_per_token "
-    "linear_num_key_heads moe_top_k num_experts_per_token n_group topk_group encoder_num_key_value_heads "
+    64: "hidden_size d_model n_embd dim embed_dim hidden_dim embedding_size emb_dim word_embed_proj_dim "
+    "dim_model attention_hidden_size encoder_hidden_size decoder_hidden_size projection_dim lru_width "
+    "output_proj_size qkv_channels v_channels qk_channels d_latents projector_hidden_size "
+    "text_hidden_size out_hidden_size cross_attention_hidden_size embedding_dim rotary_emb_base_dim "
+    "mlp_dim language_model_hidden_size",
+    4: "linear_num_key_heads num_attention_heads n_head n_heads num_heads encoder_attention_heads "
+    "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads attention_heads "
+    "num_cross_attention_heads num_self_attention_heads num_hash_heads",
+    2: "num_key_value_heads num_kv_heads multi_query_group_num num_experts_per_tok moe_topk top_k "
+    "experts_per_token moe_top_k num_experts_per_token n_group topk_group encoder_num_key_value_heads "
     "decoder_num_key_value_heads moe_k top_k_experts num_swa_key_value_heads",
-    128: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size hidden_dim_ff d_inner "
-    "shared_expert_intermediate_size dense_intermediate_size mlp_hidden_size shared_intermediate_size ffn_intermediate_size "
-    "intermediate_dim encoder_intermediate_size decoder_intermediate_size",
-    32: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size moe_shared_expert_intermediate_size image_size "
-    "moe_ffn_hidden_size",
-    16: "head_dim attention_head_size d_kv kv_channels v_head_dim qk_nope_head_dim qk_head_dim linear_key_head_dim "
-    "linear_value_head_dim global_head_dim max_source_positions mamba_d_state ssm_state_size state_size "
-    "num_conv_pos_embeddings num_mel_bins time_step_rank codebook_size",
-    8: "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim num_codevectors_per_group "
-    "patch_size num_conv_pos_embedding_groups index_head_dim num_labels",
-    256: "vocab_size text_vocab_size audio_vocab_size speech_vocab_size pad_vocab_size vocab_size_per_layer_input",
+    128: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
+    "hidden_dim_ff d_inner shared_expert_intermediate_size dense_intermediate_size mlp_hidden_size "
+    "shared_intermediate_size ffn_intermediate_size intermediate_dim encoder_intermediate_size "
+    "decoder_intermediate_size",
+    32: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size "
+    "moe_shared_expert_intermediate_size image_size moe_ffn_hidden_size",
+    16: "head_dim attention_head_size d_kv kv_channels v_head_dim qk_nope_head_dim qk_head_dim "
+    "linear_key_head_dim linear_value_head_dim global_head_dim max_source_positions mamba_d_state "
+    "ssm_state_size state_size num_conv_pos_embeddings num_mel_bins time_step_rank codebook_size",
+    8: "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim "
+    "num_codevectors_per_group linear_num_value_heads chunk_size mamba_chunk_size patch_size "
+    "num_conv_pos_embedding_groups index_head_dim num_labels",
+    256: "vocab_size text_vocab_size audio_vocab_size speech_vocab_size pad_vocab_size "
+    "vocab_size_per_layer_input",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
     24: "q_lora_rank kv_lora_rank o_lora_rank",
 }
 CAPS = {name: cap for cap, names in SIZES.items() for name in names.split()}
 LAYERS = (
-    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+    "num_decoder_layers "
     "depth num_self_attends_per_block encoder_num_layers decoder_num_layers num_mem_blocks num_adapter_layers"
 ).split()
 PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_types")
 TOKENS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2,
     "unk_token_id": 0, "cls_token_id": 1, "mask_token_id": 3, "image_token_id": 5, "image_token_index": 5,
-    "video_token_id": 6, "video_token_index": 6, "audio_token_id": 7, "audio_token_index": 7, "vision_start_token_id": 8,
-    "vision_end_token_id": 9, "vision_token_id": 3, "boi_token_id": 8, "eoi_token_id": 9, "boi_token_index": 8,
-    "eoi_token_index": 9, "image_start_token_id": 8, "image_end_token_id": 9, "boa_token_id": 8, "eoa_token_id": 9,
+    "video_token_id": 6, "video_token_index": 6, "audio_token_id": 7, "audio_token_index": 7,
+    "vision_start_token_id": 8, "vision_end_token_id": 9, "vision_token_id": 3, "boi_token_id": 8,
+    "eoi_token_id": 9, "boi_token_index": 8, "eoi_token_index": 9, "image_start_token_id": 8,
+    "image_end_token_id": 9, "boa_token_id": 8, "eoa_token_id": 9,
 }  # fmt: skip
 
 
 def archs(task: str) -> Iterator[tuple[str, str]]:
-    """(class name, model type), each class of the task's mapping once, under the model type that it is named after."""
+    """(class name, model type), each class of the task's mapping once, under the type it is named after."""
     from transformers.models.auto import modeling_auto
 
     types: dict[str, list[str]] = {}
@@ -92,6 +98,8 @@ def _shrunk(name: str, value: Any, given: Any) -> Any:
         return TOKENS[name]
     if isinstance(value, bool) or value is None:
         return value
+    if name in ("image_size", "patch_size") and isinstance(value, (list, tuple)):
+        return [min(v, CAPS[name]) for v in value]
     if name in ("num_key_value_heads", "num_kv_heads") and value == given("num_attention_heads"):
         return 4
     if isinstance(value, int):
@@ -196,6 +204,8 @@ def _try_set(config: Any, name: str, value: Any) -> None:
 
 _GQA: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 _MIXED: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+LARGEST = 30_000_000  # parameters: what is bigger was not shrunk
+
 EXTRA: dict[str, dict[str, Any]] = {
     "bailing_hybrid": dict(layer_types=None),
     "bamba": dict(
@@ -236,6 +246,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         topk_group=1,
     ),
     "esm": dict(vocab_size=33, pad_token_id=1, mask_token_id=32),
+    "gemma3": dict(mm_tokens_per_image=4),
     "gemma3n_text": dict(
         num_kv_shared_layers=2,
         vocab_size_per_layer_input=256,
@@ -246,12 +257,24 @@ EXTRA: dict[str, dict[str, Any]] = {
         **_MIXED,
     ),
     "gemma4_text": dict(
-        num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=256, **_MIXED
+        head_dim=16,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=256,
+        **_MIXED,
     ),
-    "gemma4_unified_text": dict(num_kv_shared_layers=0, **_MIXED),
+    "gemma4_unified_text": dict(head_dim=16, global_head_dim=16, num_kv_shared_layers=0, **_MIXED),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
     "hunyuan_v1_dense": _GQA,
     "hunyuan_v1_moe": _GQA,
+    "jamba": dict(
+        num_hidden_layers=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+    ),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2, num_dense_layers=1),
     "mamba2": dict(hidden_size=64, num_heads=8, head_dim=16, state_size=16, n_groups=2),
     "ministral": _GQA,
@@ -302,9 +325,14 @@ def config_of(cls: str, model_type: str, how: str) -> Any:
     # A mapping may give a multimodal config for a class that takes the text part: the class knows better.
     config_class = getattr(transformers, cls).config_class or transformers.CONFIG_MAPPING[model_type]
     extra = EXTRA.get(config_class.model_type, {})
-    if how == "anew":
-        return config_class(**shrunk_arguments(config_class, extra))
-    return set_small(config_class(**extra), extra)
+    config = (
+        config_class(**shrunk_arguments(config_class, extra))
+        if how == "anew"
+        else set_small(config_class(**extra), extra)
+    )
+    if config.is_encoder_decoder and _setting(config, "decoder_start_token_id") is None:
+        config.decoder_start_token_id = TOKENS["decoder_start_token_id"]  # without it there is no generation
+    return config
 
 
 def build(cls: str, model_type: str, how: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -313,25 +341,32 @@ def build(cls: str, model_type: str, how: str, dtype: torch.dtype = torch.float6
 
     config = config_of(cls, model_type, how)
     torch.manual_seed(0)
-    model = randomise(getattr(transformers, cls)(config).to(dtype).eval())
+    make = getattr(transformers, cls)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError("its default config can't be shrunk by the common names of sizes")
+    model = randomise(make(config).to(dtype).eval())
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         try:
-            model.set_experts_implementation("batched_mm")  # the default, grouped_mm, knows no float64
+            cast(Any, model).set_experts_implementation(
+                "batched_mm"
+            )  # the default, grouped_mm, knows no float64
         except (ValueError, AttributeError):
             pass
     return model
 
 
 def inputs(model: nn.Module, make: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
-    """Inputs for the model: what `make` (autotp's own example inputs) gives, and what else its weights are for."""
+    """Inputs for the model: what `make` (autotp's own) gives, and what else its weights are for."""
     given = make(model)
     takes = inspect.signature(model.forward).parameters
-    config = model.config
+    config: Any = model.config
     codebooks = getattr(getattr(config, "decoder", config), "num_codebooks", None)
     if codebooks and "input_ids" in given and getattr(config, "is_encoder_decoder", False) is False:
         given["input_ids"] = given["input_ids"].repeat(codebooks, 1)
     if "encoder_hidden_states" in takes and "input_ids" in given and _unused(model, given):
-        width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 64)
+        width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
         states = torch.randn(
             given["input_ids"].shape[0], 7, width, generator=torch.Generator().manual_seed(5)
         )
