@@ -136,7 +136,7 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     weights = sum(_numel(index, p) for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1)
     if not weights:
         return "only vectors carry it"
-    sent = [e for e in flow.edges if e.kind in ("gather", "reduce", "stat")]
+    sent = [e for e in flow.edges if e.kind in ("gather", "reduce", "stat") and not index.looks_up(e.source)]
     products = _products_with_weights(index, flow)
     if products > 1 and len(sent) > (products - 1 if products < 4 else 0.75 * products):
         return f"{len(sent)} collectives for {products} products: about one for every product along it"

@@ -18,25 +18,40 @@ WIDE = 180  # columns of a table that goes to a file or a pipe
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", show_default=False,
+        metavar="MODEL",
+        show_default=False,
         help="A directory with a config.json, a config file, or package.module:function that builds a model.",
     ),
 ]
 ClusterOption = Annotated[
-    str, typer.Option("--cluster", help="A shipped cluster or a YAML file; dgx-h100:8 means eight nodes.", show_default=False)
+    str,
+    typer.Option(
+        "--cluster",
+        help="A shipped cluster or a YAML file; dgx-h100:8 means eight nodes.",
+        show_default=False,
+    ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences of a step, over all GPUs.", show_default=False)]
+BatchOption = Annotated[
+    int, typer.Option("--batch", min=1, help="Sequences of a step, over all GPUs.", show_default=False)
+]
 SeqOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")]
 ModeOption = Annotated[str, typer.Option("--mode", help="train or generate.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Of the matrix products: bf16, fp16, fp8, fp4, fp32.")]
-LayersOption = Annotated[int | None, typer.Option("--layers", min=1, help="Shorten the model to so many layers.", show_default=False)]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="Of the matrix products: bf16, fp16, fp8, fp4, fp32.")
+]
+LayersOption = Annotated[
+    int | None,
+    typer.Option("--layers", min=1, help="Shorten the model to so many layers.", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]) -> None:
     """Add the commands to `app`. guarded: runs a function, with errors shown as the app shows them."""
 
-    @app.command(epilog="[cyan]autotp search ./Llama-3-70B --cluster dgx-h100:8 --batch 512 --seq 4096[/cyan]")
+    @app.command(
+        epilog="[cyan]autotp search ./Llama-3-70B --cluster dgx-h100:8 --batch 512 --seq 4096[/cyan]"
+    )
     def search(
         context: typer.Context,
         model: ModelArgument,
@@ -47,22 +62,48 @@ def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]
         dtype: DtypeOption = "bf16",
         top: Annotated[int, typer.Option("--top", min=1, help="How many plans to show.")] = 10,
         fix: Annotated[
-            list[str] | None, typer.Option("--fix", help="Hold a choice, as in tp=8 or zero=1; repeat it.", show_default=False)
+            list[str] | None,
+            typer.Option("--fix", help="Hold a choice, as in tp=8 or zero=1; repeat it.", show_default=False),
         ] = None,
         why: Annotated[
-            tuple[int, int] | None, typer.Option("--why", help="Compare two plans by number.", show_default=False)
+            tuple[int, int] | None,
+            typer.Option("--why", help="Compare two plans by number.", show_default=False),
         ] = None,
-        rejected: Annotated[int, typer.Option("--rejected", min=0, help="Show so many of the rejected, with reasons.")] = 0,
+        rejected: Annotated[
+            int, typer.Option("--rejected", min=0, help="Show so many of the rejected, with reasons.")
+        ] = 0,
         figures: Annotated[
-            Path | None, typer.Option("--figures", help="Write figures and a Perfetto trace to this directory.", show_default=False)
+            Path | None,
+            typer.Option(
+                "--figures", help="Write figures and a Perfetto trace to this directory.", show_default=False
+            ),
         ] = None,
         layers: LayersOption = None,
         as_json: JsonOption = False,
     ) -> None:
         """Find the best degrees for a cluster: every configuration timed and weighed. Needs no weights and no GPU."""
-        guarded(context.obj, lambda: _search(model, cluster, batch, seq, mode, dtype, top, fix or [], why, rejected, figures, layers, as_json))
+        guarded(
+            context.obj,
+            lambda: _search(
+                model,
+                cluster,
+                batch,
+                seq,
+                mode,
+                dtype,
+                top,
+                fix or [],
+                why,
+                rejected,
+                figures,
+                layers,
+                as_json,
+            ),
+        )
 
-    @app.command(epilog="[cyan]autotp predict ./Llama-3-70B --cluster dgx-h100:8 --tp 8 --pp 4 --dp 2 --batch 512[/cyan]")
+    @app.command(
+        epilog="[cyan]autotp predict ./Llama-3-70B --cluster dgx-h100:8 --tp 8 --pp 4 --dp 2 --batch 512[/cyan]"
+    )
     def predict(
         context: typer.Context,
         model: ModelArgument,
@@ -86,31 +127,69 @@ def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]
     ) -> None:
         """Predict the time and memory of one configuration."""
         options = dict(
-            tp=tp, pp=pp, dp=dp, cp=cp, batch=batch, micro_batch=micro_batch, seq=seq, recompute=recompute, zero=zero,
-            virtual_stages=virtual_stages, sequence_parallel=sequence_parallel, schedule=schedule, mode=mode, dtype=dtype,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            batch=batch,
+            micro_batch=micro_batch,
+            seq=seq,
+            recompute=recompute,
+            zero=zero,
+            virtual_stages=virtual_stages,
+            sequence_parallel=sequence_parallel,
+            schedule=schedule,
+            mode=mode,
+            dtype=dtype,
         )
         guarded(context.obj, lambda: _predict(model, cluster, layers, as_json, options))
 
-    @app.command(epilog="[cyan]autotp calibrate --out mine.yaml[/cyan]   then  [cyan]--cluster mine.yaml:2[/cyan]")
+    @app.command(
+        epilog="[cyan]autotp calibrate --out mine.yaml[/cyan]   then  [cyan]--cluster mine.yaml:2[/cyan]"
+    )
     def calibrate(
         context: typer.Context,
-        out: Annotated[Path, typer.Option("--out", "-o", help="The cluster file to write.")] = Path("cluster.yaml"),
-        seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="How long to measure, about.")] = 60.0,
+        out: Annotated[Path, typer.Option("--out", "-o", help="The cluster file to write.")] = Path(
+            "cluster.yaml"
+        ),
+        seconds: Annotated[
+            float, typer.Option("--seconds", min=1.0, help="How long to measure, about.")
+        ] = 60.0,
     ) -> None:
         """Measure this machine: matrix products by shape, memory, launches, collectives. Writes a cluster file."""
         guarded(context.obj, lambda: _calibrate(out, seconds))
 
 
 def _search(
-    source: str, cluster: str, batch: int, seq: int, mode: str, dtype: str, top: int, fix: list[str],
-    why: tuple[int, int] | None, rejected: int, figures: Path | None, layers: int | None, as_json: bool,
+    source: str,
+    cluster: str,
+    batch: int,
+    seq: int,
+    mode: str,
+    dtype: str,
+    top: int,
+    fix: list[str],
+    why: tuple[int, int] | None,
+    rejected: int,
+    figures: Path | None,
+    layers: int | None,
+    as_json: bool,
 ) -> None:
     from .model_source import build_model
     from .search import search
     from .search.report import plans_table, summary
 
     model = build_model(source, layers=layers)
-    result = search(model, cluster, batch=batch, seq=seq, mode=mode, dtype=dtype, top=max(top, *(why or (1,))), fixed=_fixed(fix))
+    result = search(
+        model,
+        cluster,
+        batch=batch,
+        seq=seq,
+        mode=mode,
+        dtype=dtype,
+        top=max(top, *(why or (1,))),
+        fixed=_fixed(fix),
+    )
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, default=float))
         return
@@ -151,7 +230,9 @@ def _fixed(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise SearchError(f"--fix {pair}: write name=value, as in tp=8.")
-        held[name.replace("-", "_")] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+        held[name.replace("-", "_")] = (
+            int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+        )
     return held
 
 
@@ -174,4 +255,6 @@ def _calibrate(out: Path, seconds: float) -> None:
     with console.status("measuring") as status:
         cluster = calibrate(seconds, progress=status.update)
     out.write_text(to_yaml(cluster))
-    console.print(f"wrote {out}: {cluster.gpu.name}, {max(cluster.gpu.peak.values()):.3g} TFLOP/s, {cluster.gpu.bandwidth:.0f} GB/s")
+    console.print(
+        f"wrote {out}: {cluster.gpu.name}, {max(cluster.gpu.peak.values()):.3g} TFLOP/s, {cluster.gpu.bandwidth:.0f} GB/s"
+    )

@@ -23,6 +23,7 @@ from .errors import AutotpError, PlanError
 from .graph import describe, walk
 from .ints import plain
 from .realise import Where
+from .sites import frames_of
 from .skeleton import clone
 from .solve import LocalShapes
 
@@ -67,27 +68,28 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
         compare(found, again, rank)
         compare_arrows(found, again, {call.path for call in repeated})
         captures.append(again)
-        if len(captures) == 1 and any(w.site is not None for w in _places(plan)):
-            check_decoding(model, plan, found)
+        if len(captures) == 1 and _decodes(model):
+            check_decoding(model, local, found, repeated)
     return captures
 
 
-def _places(plan: Plan) -> Iterator[Where]:
-    yield from (a.where for a in plan.arguments)
-    yield from (w for c in plan.collectives for w in c.where)
+def _decodes(model: nn.Module) -> bool:
+    can = getattr(model, "can_generate", None)
+    return callable(can) and bool(can())
 
 
-def check_decoding(model: nn.Module, plan: Plan, found: Analysis) -> None:
-    """Where forwards are rewritten at single calls: does decoding with a cache, one token at a time, make
-    them too?"""
-    from .rewrite import rewrite
+def check_decoding(model: nn.Module, local: nn.Module, found: Analysis, repeated: list[ModuleCall]) -> None:
+    """Does decoding with a cache, one token at a time, run on local sizes and past all rewritten calls?
 
-    def decode(local: nn.Module) -> None:
-        skeleton = clone(local)
-        inputs = {
-            k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v
-            for k, v in found.captured.inputs.items()
-        }
+    It takes other ways through the model's code than the captured one, with states of their own.
+    """
+
+    def decode(module: nn.Module) -> None:
+        skeleton = clone(module)
+        for call in repeated:
+            skeleton.module.get_submodule(call.path).forward = _Standin(call.output, call)
+        given = found.captured.inputs
+        inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         with torch.no_grad(), skeleton.mode:
             first = skeleton.module(**{**inputs, "use_cache": True})
             kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
@@ -96,17 +98,19 @@ def check_decoding(model: nn.Module, plan: Plan, found: Analysis) -> None:
                 skeleton.module(**{**inputs, **last, **kept, "use_cache": True})
 
     try:
-        decode(model)
-    except Exception:  # noqa: BLE001 - it does not decode like this, split or whole: nothing to check
-        return
-    local = hollow(model)
-    rewrite(local, plan, ShapeComm(0, plan.tp))
-    try:
         decode(local)
-    except AutotpError:
-        raise
     except Exception as error:
-        raise PlanError(f"the rewritten model does not decode with a cache: {error}") from error
+        try:
+            decode(model)
+        except Exception:  # noqa: BLE001 - it does not decode like this, split or whole: nothing is proven
+            return
+        if isinstance(error, AutotpError):
+            raise
+        modules = found.captured.skeleton.get_submodule
+        files = {type(modules(c.path)).forward.__code__: c.path for c in found.captured.calls if not c.leaf}
+        inner = [files[f.code] for f in frames_of(error.__traceback__) if f.code in files]
+        message = f"the rewritten model does not decode with a cache: {type(error).__name__}: {error}"
+        raise PlanError(message).at(inner[-1] if inner else "") from error
 
 
 def _raise(message: str, node: fx.Node | None = None) -> None:
@@ -118,14 +122,23 @@ class _Standin:
     """In place of a layer that is like one before it: gives results of the same shapes, and computes
     nothing."""
 
-    def __init__(self, output: Any):
+    def __init__(self, output: Any, call: ModuleCall | None = None):
         self.output = output
+        given = [v for _, v in walk((call.args, call.kwargs)) if isinstance(v, fx.Node)] if call else []
+        self.passed = _shape_of(given[0]) if given else None  # what has the shape of its input is its input
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Standin:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return map_nodes(self.output, lambda n: torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype))
+        first = next((v for _, v in walk((args, kwargs)) if isinstance(v, torch.Tensor)), None)
+
+        def made(node: fx.Node) -> torch.Tensor:
+            if first is not None and _shape_of(node) == self.passed:
+                return first
+            return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+
+        return map_nodes(self.output, made)
 
 
 def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:

@@ -51,7 +51,7 @@ def save(
 
     Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
     Raises CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
-    comm, held = _split_of(model)
+    comm, held = split_of(model)
     meet(comm, "autotp.save", patience)
     target = Path(directory)
     failed: Exception | None = None
@@ -111,7 +111,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    _, held = _split_of(model)
+    _, held = split_of(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         layout = held[id(tensor)].layout if id(tensor) in held else None
         if layout is not None and name in state and tuple(state[name].shape) != tuple(layout.shape):
@@ -223,7 +223,7 @@ def _taken(tensor: Tensor, region: Region) -> Tensor:
 
 
 # ---------------------------------------------------------------- what is written
-def _split_of(model: nn.Module) -> tuple[Comm, dict[int, Held]]:
+def split_of(model: nn.Module) -> tuple[Comm, dict[int, Held]]:
     """The ranks, and how each tensor (by id) lies over them."""
     state: Any = getattr(model, "autotp", None)
     if state is None:

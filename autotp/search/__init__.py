@@ -2,15 +2,24 @@
 
 from .cluster import Cluster as Cluster
 from .cluster import load as load_cluster
-from .counts import Workload as Workload
-from .counts import count as count
-from .find import SearchResult as SearchResult
 from .find import choose_degrees as choose_degrees
 from .find import search as search
 from .predict import Config as Config
 from .predict import Prediction as Prediction
 from .predict import predict as predict
+from .result import SearchResult as SearchResult
+from .workload import Workload as Workload
+from .workload import count as count
 
 __all__ = [
-    "Cluster", "Config", "Prediction", "SearchResult", "Workload", "choose_degrees", "count", "load_cluster", "predict", "search",
+    "Cluster",
+    "Config",
+    "Prediction",
+    "SearchResult",
+    "Workload",
+    "choose_degrees",
+    "count",
+    "load_cluster",
+    "predict",
+    "search",
 ]

@@ -23,7 +23,9 @@ from .cluster import Cluster, Gpu, Link, Software
 from .fitting import nelder_mead
 
 SMALL_SHAPES = [(m, n, k) for m in (64, 512, 2048) for n in (256, 1024, 2048) for k in (128, 512, 2048)]
-LARGE_SHAPES = [(m, n, k) for m in (16, 256, 2048, 8192) for n in (256, 1024, 4096, 16384) for k in (128, 512, 2048, 8192)]
+LARGE_SHAPES = [
+    (m, n, k) for m in (16, 256, 2048, 8192) for n in (256, 1024, 4096, 16384) for k in (128, 512, 2048, 8192)
+]
 SIZES = [2**e for e in range(12, 29, 2)]  # bytes of an all-reduce
 Tick = Callable[[str], Any]
 
@@ -43,7 +45,9 @@ def calibrate(seconds: float = 60.0, progress: Tick = lambda text: None) -> Clus
         measured = _products(device, dtype, shapes, share)
         peaks[name] = max(2 * m * n * k / t for (m, n, k), t in measured) / 1e12
         if name == next(iter(dtypes)):
-            curve = _curve(measured, peaks[name] * 1e12, bandwidth * 1e9 * stream, kernel, torch.finfo(dtype).bits // 8)
+            curve = _curve(
+                measured, peaks[name] * 1e12, bandwidth * 1e9 * stream, kernel, torch.finfo(dtype).bits // 8
+            )
     if "bf16" not in peaks:
         peaks["bf16"] = peaks["fp32"]  # a CPU without 16-bit units converts
     progress("launches")
@@ -51,11 +55,21 @@ def calibrate(seconds: float = 60.0, progress: Tick = lambda text: None) -> Clus
     ranks = torch.cuda.device_count() if cuda else 1
     progress("collectives")
     link = _link(ranks) if ranks > 1 else Link("none", 1, bandwidth / 4, 10.0)
-    memory = torch.cuda.get_device_properties(0).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     gpu = Gpu(
         torch.cuda.get_device_name(0) if cuda else f"CPU ({torch.get_num_threads()} threads)",
-        round(memory / 1e9, 1), round(bandwidth, 1), {k: float(f"{v:.4g}") for k, v in peaks.items()},
-        *(float(f"{v:.3g}") for v in curve), sharp=3.0, stream=round(stream, 3), kernel_us=round(kernel * 1e6, 2), attention=0.5,
+        round(memory / 1e9, 1),
+        round(bandwidth, 1),
+        {k: float(f"{v:.4g}") for k, v in peaks.items()},
+        *(float(f"{v:.3g}") for v in curve),
+        sharp=3.0,
+        stream=round(stream, 3),
+        kernel_us=round(kernel * 1e6, 2),
+        attention=0.5,
     )
     software = Software(launch_us=round(launch * 1e6, 2), decode_launch_us=round(launch * 1e6, 2))
     return Cluster(f"calibrated-{socket.gethostname()}", gpu, ranks, (link,), software)
@@ -108,7 +122,9 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
     return most / 0.9e9, 0.9 * min(copied, added) / most, kernel
 
 
-def _products(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], seconds: float) -> list[tuple[tuple[int, int, int], float]]:
+def _products(
+    device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], seconds: float
+) -> list[tuple[tuple[int, int, int], float]]:
     """Seconds of matrix products, small ones first, while the time lasts."""
     end, measured = time.perf_counter() + seconds, []
     for m, n, k in sorted(shapes, key=lambda s: s[0] * s[1] * s[2]):
@@ -119,7 +135,9 @@ def _products(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, 
     return measured
 
 
-def _curve(measured: list[Any], peak: float, stream: float, kernel: float, width: int) -> tuple[float, float, float, float]:
+def _curve(
+    measured: list[Any], peak: float, stream: float, kernel: float, width: int
+) -> tuple[float, float, float, float]:
     """The fraction of peak for large products, and the m, n and k at which it is halved."""
     m, n, k = np.array([shape for shape, _ in measured], float).T
     t = np.array([t for _, t in measured])
@@ -130,7 +148,9 @@ def _curve(measured: list[Any], peak: float, stream: float, kernel: float, width
         computing, moving = 2 * m * n * k / (peak * fraction), width * (m * k + k * n + m * n) / stream
         return (computing**3 + moving**3) ** (1 / 3) + kernel
 
-    best, _ = nelder_mead(lambda x: float(np.mean(np.abs(np.log(model(x) / t)))), np.log([0.95, 8.0, 16.0, 64.0]), 0.5, 400)
+    best, _ = nelder_mead(
+        lambda x: float(np.mean(np.abs(np.log(model(x) / t)))), np.log([0.95, 8.0, 16.0, 64.0]), 0.5, 400
+    )
     e0, hm, hn, hk = np.exp(best)
     return float(e0), float(hm), float(hn), float(hk)
 
@@ -159,7 +179,11 @@ def _link(ranks: int) -> Link:
         latency[n] = float(times[0]) * 1e6
     per_rank = (latency[ranks] - latency[2]) / (ranks - 2) if ranks > 2 else 0.0
     return Link(
-        "measured", ranks, round(speeds[ranks], 1), round(latency[ranks] - per_rank * ranks, 1), round(per_rank, 2),
+        "measured",
+        ranks,
+        round(speeds[ranks], 1),
+        round(latency[ranks] - per_rank * ranks, 1),
+        round(per_rank, 2),
         two_ranks=round(speeds[2] / speeds[ranks], 3),
     )
 
@@ -167,7 +191,9 @@ def _link(ranks: int) -> Link:
 def _reduces(rank: int, ranks: int, path: str) -> None:
     """One process of the all-reduce measurement; rank 0 writes sizes and times."""
     torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", init_method=f"file://{path}.store", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{path}.store", rank=rank, world_size=ranks
+    )
     times = []
     for size in SIZES:
         x = torch.ones(size // 2, dtype=torch.bfloat16, device="cuda")

@@ -72,7 +72,8 @@ class Software:
     ZeRO-3 brings every weight to every GPU over its own network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is
     accumulated and reduced. reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model.
     decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle: by how much
-    launch-bound ranks of tp=8 hold each other up. traffic: bytes that the regions between products really move, over those of
+    launch-bound ranks of tp=8 hold each other up. overlap_sharp: how sharply a pass turns from
+    launch-bound to compute-bound. traffic: bytes that the regions between products really move, over those of
     perfect fusion.
     """
 
@@ -80,6 +81,7 @@ class Software:
     launch_us: float = 20.0
     decode_launch_us: float = 2.0
     straggle: float = 0.25
+    overlap_sharp: float = 2.5
     traffic: float = 1.0
     tp_overlap: float = 0.0
     dp_overlap: float = 0.0
@@ -109,9 +111,17 @@ class Cluster:
     def peak(self, dtype: str) -> float:
         """FLOP/s of a matrix product of `dtype`."""
         known = self.gpu.peak
-        name = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "float8": "fp8"}.get(dtype, dtype)
+        name = {
+            "fp16": "bf16",
+            "float16": "bf16",
+            "bfloat16": "bf16",
+            "float32": "fp32",
+            "float8": "fp8",
+        }.get(dtype, dtype)
         if name not in known:
-            raise SearchError(f"{self.name} states no peak for {dtype}; it has {', '.join(known)}. Choose one of them.")
+            raise SearchError(
+                f"{self.name} states no peak for {dtype}; it has {', '.join(known)}. Choose one of them."
+            )
         return known[name] * 1e12
 
 
@@ -123,7 +133,9 @@ def load(source: str | Cluster) -> Cluster:
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
     if not path.is_file():
         shipped = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.yaml")))
-        raise SearchError(f"No cluster {name!r}. Shipped: {shipped}. Or give a YAML file, as `autotp calibrate` writes one.")
+        raise SearchError(
+            f"No cluster {name!r}. Shipped: {shipped}. Or give a YAML file, as `autotp calibrate` writes one."
+        )
     if nodes and not (nodes.isdigit() and int(nodes) > 0):
         raise SearchError(f"{source}: after the colon comes a number of nodes, as in {name}:8.")
     return parse(yaml.safe_load(path.read_text()), str(path), int(nodes or 1))
@@ -135,18 +147,26 @@ def parse(raw: Any, where: str, nodes: int = 1) -> Cluster:
         raise SearchError(f"{where}: holds no mapping. It must have name, node, gpu, links and software.")
     top = {"name", "node", "gpu", "links", "software"}
     if set(raw) - top - {"source"} or not {"name", "node", "gpu", "links"} <= set(raw):
-        raise SearchError(f"{where}: keys {sorted(map(str, raw))}; it must have {', '.join(sorted(top))} (and may have source).")
+        raise SearchError(
+            f"{where}: keys {sorted(map(str, raw))}; it must have {', '.join(sorted(top))} (and may have source)."
+        )
     links = tuple(_make(Link, link, f"{where}: links") for link in raw["links"])
     return Cluster(
-        raw["name"], _make(Gpu, raw["gpu"], f"{where}: gpu"), int(raw["node"]), links,
-        _make(Software, raw.get("software") or {}, f"{where}: software"), nodes,
+        raw["name"],
+        _make(Gpu, raw["gpu"], f"{where}: gpu"),
+        int(raw["node"]),
+        links,
+        _make(Software, raw.get("software") or {}, f"{where}: software"),
+        nodes,
     )
 
 
 def _make(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
     known = {f.name for f in fields(kind)}
     if set(raw) - known:
-        raise SearchError(f"{where}: unknown {', '.join(sorted(set(raw) - known))}; known are {', '.join(sorted(known))}.")
+        raise SearchError(
+            f"{where}: unknown {', '.join(sorted(set(raw) - known))}; known are {', '.join(sorted(known))}."
+        )
     try:
         return kind(**raw)
     except TypeError as error:
@@ -163,7 +183,9 @@ def collective(link: Link, kind: str, ranks: Any, size: Any) -> np.ndarray:
             bandwidth = np.where(n >= start, fast, bandwidth)
     rounds = 2.0 if kind == "reduce" else 1.0
     sent = rounds * (n - 1) / np.maximum(n, 1) * size / (bandwidth * 1e9)
-    start_up = (link.latency_us + link.per_rank_us * n * rounds / 2 + link.root_us * np.sqrt(size / 2**20)) * 1e-6
+    start_up = (
+        link.latency_us + link.per_rank_us * n * rounds / 2 + link.root_us * np.sqrt(size / 2**20)
+    ) * 1e-6
     return np.where(n > 1, sent + start_up, 0.0)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cluster import Cluster, collective, spread
-from .counts import Attention, Product, Shares, Unit, Workload, share
+from .workload import Attention, Product, Shares, Unit, Workload, share
 
 BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 Array = np.ndarray
@@ -65,7 +65,15 @@ class Setting:
         return np.where(self.sequence_parallel > 0, self.tp, 1)
 
 
-def matmul(cluster: Cluster, m: Array, n: Array, k: Array, times: Array, dtype: str, weight_width: float | None = None) -> Array:
+def matmul(
+    cluster: Cluster,
+    m: Array,
+    n: Array,
+    k: Array,
+    times: Array,
+    dtype: str,
+    weight_width: float | None = None,
+) -> Array:
     """Seconds of `times` products [m, k] @ [k, n], run as one kernel."""
     gpu = cluster.gpu
     width = BYTES[dtype]
@@ -82,7 +90,9 @@ def product_time(cluster: Cluster, product: Product, s: Setting) -> tuple[Array,
     rows = product.rows * s.micro_batch / s.cp
     cols, inner = np.full(s.tp.shape, product.cols), np.full(s.tp.shape, product.inner)
     times = np.full(s.tp.shape, product.batch)
-    groups = max(1.0, round(product.weight / (product.cols * product.inner)))  # experts: each sees some of the rows
+    groups = max(
+        1.0, round(product.weight / (product.cols * product.inner))
+    )  # experts: each sees some of the rows
     if not product.weight:
         times, rows = times * s.micro_batch, np.full(s.tp.shape, product.rows) / s.cp
     if groups > 1:
@@ -94,7 +104,9 @@ def product_time(cluster: Cluster, product: Product, s: Setting) -> tuple[Array,
     elif product.split in ("rows", "batch"):
         times = times * part
     forward = matmul(cluster, rows, cols, inner, times, s.dtype)
-    backward = matmul(cluster, rows, inner, cols, times, s.dtype) + matmul(cluster, inner, cols, rows, times, s.dtype)
+    backward = matmul(cluster, rows, inner, cols, times, s.dtype) + matmul(
+        cluster, inner, cols, rows, times, s.dtype
+    )
     return forward / cluster.gpu.sustained, backward / cluster.gpu.sustained
 
 
@@ -109,7 +121,11 @@ def attention_time(cluster: Cluster, a: Attention, s: Setting) -> tuple[Array, A
         half = 0.5 if a.causal else 1.0
         flops = 2 * heads * queries * a.keys * (a.size + a.value_size) * half
         peak = cluster.peak("bf16" if BYTES[s.dtype] < 2 else s.dtype) * gpu.attention * gpu.sustained
-        moved = s.width * heads * (queries * (a.size + a.value_size) + a.keys * (a.size + a.value_size) * a.kv_heads / a.heads)
+        moved = (
+            s.width
+            * heads
+            * (queries * (a.size + a.value_size) + a.keys * (a.size + a.value_size) * a.kv_heads / a.heads)
+        )
         forward = np.maximum(flops / peak, moved / stream)
         return forward + gpu.kernel_us * 1e-6, 2.5 * forward * 1.15 + 2 * gpu.kernel_us * 1e-6
     scores, values = np.full(s.tp.shape, queries), np.full(s.tp.shape, float(a.keys))
@@ -118,7 +134,9 @@ def attention_time(cluster: Cluster, a: Attention, s: Setting) -> tuple[Array, A
     second = matmul(cluster, scores, value_size, values, heads, s.dtype)
     elements = s.width * heads * scores * values
     softmax = elements * (_SOFTMAX + (_DROPOUT if a.dropout else 0)) / stream + 2 * gpu.kernel_us * 1e-6
-    back = elements * (_SOFTMAX_BACK + (_DROPOUT_BACK if a.dropout else 0)) / stream + 2 * gpu.kernel_us * 1e-6
+    back = (
+        elements * (_SOFTMAX_BACK + (_DROPOUT_BACK if a.dropout else 0)) / stream + 2 * gpu.kernel_us * 1e-6
+    )
     products = (first + second) / gpu.sustained
     return products + softmax, 2 * products + back
 
@@ -140,7 +158,9 @@ def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str) -> Array:
         whole = spread(cluster, m.kind, s.tp, np.ones(s.tp.shape), size)
         if m.kind == "reduce" and not m.statistic:
             # A reduce-scatter and an all-gather: the same bytes, started twice.
-            halves = spread(cluster, "scatter", s.tp, np.ones(s.tp.shape), size) + spread(cluster, "gather", s.tp, np.ones(s.tp.shape), size)
+            halves = spread(cluster, "scatter", s.tp, np.ones(s.tp.shape), size) + spread(
+                cluster, "gather", s.tp, np.ones(s.tp.shape), size
+            )
             whole = np.where(s.sequence_parallel > 0, halves, whole)
         total = total + whole
     return total * (1 - cluster.software.tp_overlap)
@@ -164,8 +184,16 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
     ahead, back = messages_time(cluster, unit, s, "forward"), messages_time(cluster, unit, s, "backward")
     if unit.layer:
-        forward, backward = np.maximum(forward, launching - ahead), np.maximum(backward, 2 * launching - back)
+        forward = _overlapped(forward + ahead, launching, cluster) - ahead
+        backward = _overlapped(backward + back, 2 * launching, cluster) - back
     return Passes(forward, backward, again, ahead, back)
+
+
+def _overlapped(device: Array, host: Array, cluster: Cluster) -> Array:
+    """Seconds of a pass that the device computes while the host launches: the longer of the two, and more where they are
+    alike, since each then waits for the other at times."""
+    q = cluster.software.overlap_sharp
+    return (device**q + host**q) ** (1 / q)
 
 
 def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, Array]:
@@ -182,6 +210,16 @@ def ring_time(cluster: Cluster, units: Iterable[Unit], s: Setting) -> Array:
     total = np.zeros(s.tp.shape)
     for unit in units:
         for a in unit.attentions:
-            size = s.width * s.micro_batch * a.keys / s.cp * a.kv_heads * share(s.tp, a.kv_heads) * (a.size + a.value_size)
-            total = total + spread(cluster, "gather", s.cp, s.tp, size * s.cp) * (1 - cluster.software.tp_overlap)
+            size = (
+                s.width
+                * s.micro_batch
+                * a.keys
+                / s.cp
+                * a.kv_heads
+                * share(s.tp, a.kv_heads)
+                * (a.size + a.value_size)
+            )
+            total = total + spread(cluster, "gather", s.cp, s.tp, size * s.cp) * (
+                1 - cluster.software.tp_overlap
+            )
     return np.where(s.cp > 1, total, 0.0)

@@ -13,7 +13,7 @@ parallelism divides, and a model of a hundred layers is counted on one layer of 
   nonlinear operations need, looked up where it was last written to memory. On a GPT layer that gives the 34 bytes per token
   and hidden unit of Korthikanti et al. (2022).
 
-A size is a `Shares`: elements by the number of ways that tensor parallelism can divide them.
+What comes out is a `Workload` (`workload.py`).
 """
 
 from __future__ import annotations
@@ -21,143 +21,24 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 
+from ..axes import leaves
+from ..capture import capture
 from ..errors import AutotpError, SearchError
-from ..graph import GraphIndex, tensors_of
+from ..flow import follow
+from ..graph import tensors_of
 from ..inputs import example_inputs
 from ..match import structure
 from ..planner import Analysis, analyse
 from ..recapture import hollow
-from .regions import Traffic, traffic
+from .attentions import core_of
+from .regions import traffic
 from .shorten import LayerList, layer_lists, shortened
-
-
-class Shares(dict[int, float]):
-    """Elements by the number of ways they can be divided over tensor-parallel ranks (1: every rank has them)."""
-
-    def add(self, ways: int, elements: float) -> None:
-        self[ways] = self.get(ways, 0.0) + elements
-
-    def local(self, tp: np.ndarray | int, whole_by: np.ndarray | int = 1) -> np.ndarray:
-        """Elements on the fullest of `tp` ranks; what can't be divided is divided by `whole_by` (sequence parallelism)."""
-        tp = np.asarray(tp)
-        return sum(
-            (n * (share(tp, ways) if ways > 1 else 1 / np.asarray(whole_by)) for ways, n in self.items()), np.zeros(tp.shape)
-        )
-
-    @property
-    def total(self) -> float:
-        return sum(self.values())
-
-
-def share(tp: np.ndarray, ways: int) -> np.ndarray:
-    """The fullest rank's share of something that comes in `ways` equal pieces."""
-    return np.ceil(ways / tp) / ways
-
-
-@dataclass(frozen=True)
-class Product:
-    """[rows, inner] @ [inner, cols], `batch` times. split: which of them tensor parallelism divides, in up to `ways`.
-
-    weight: elements of the parameter that is multiplied (0: two activations). Rows grow with the batch.
-    """
-
-    rows: float
-    cols: float
-    inner: float
-    batch: float = 1.0
-    split: str = ""
-    ways: int = 1
-    weight: float = 0.0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """softmax(q k') v: query and key/value heads, their lengths, the sizes of a head of q and k, and of v.
-
-    dropout: on the probabilities.
-    """
-
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    size: int
-    value_size: int
-    causal: bool
-    dropout: bool
-
-
-@dataclass(frozen=True)
-class Message:
-    """A tensor-parallel collective of so many elements. kind: `reduce` (all-reduce) or `gather`; when: `forward`, `backward`.
-
-    statistic: it sends numbers per row, which sequence parallelism does not change.
-    """
-
-    kind: str
-    when: str
-    elements: float
-    statistic: bool = False
-
-
-@dataclass
-class Unit:
-    """A layer, or what stands between the layers. All sizes are for one sequence."""
-
-    name: str
-    layer: bool
-    products: list[Product] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    traffic: Traffic = field(default_factory=Traffic)
-    params: Shares = field(default_factory=Shares)
-    experts: Shares = field(default_factory=Shares)  # of params: those of which a token uses a part
-    table: float = 0.0  # of params: elements that are looked up, not multiplied
-    output: float = 0.0  # elements it hands to the next unit
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, counted. order: of its run, an index into `units` each (layers of one kind share one).
-
-    seq: tokens of a sequence. logits: elements of the output that a loss is taken of. tied: parameters of the last unit that
-    are the first one's. split_ways: the largest tensor-parallel degree that leaves no rank without work.
-    """
-
-    name: str
-    units: tuple[Unit, ...]
-    order: tuple[int, ...]
-    seq: int
-    logits: Shares
-    tied: Shares
-    head_ways: int
-    unknown: tuple[str, ...]
-
-    @property
-    def parameters(self) -> float:
-        return sum(self.units[i].params.total for i in self.order)
-
-    @property
-    def layers(self) -> int:
-        return sum(self.units[i].layer for i in self.order)
-
-    def flops(self) -> float:
-        """Multiplications and additions of one forward of one sequence; a causal attention's masked half not counted."""
-        return sum(unit_flops(self.units[i]) for i in self.order)
-
-
-def unit_flops(unit: Unit) -> float:
-    products = sum(2 * p.rows * p.cols * p.inner * p.batch for p in unit.products)
-    return products + sum(
-        2 * a.heads * a.queries * a.keys * (a.size + a.value_size) * (0.5 if a.causal else 1) for a in unit.attentions
-    )
+from .workload import Attention, Message, Product, Shares, Unit, Workload
 
 
 def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] | None = None) -> Workload:
@@ -166,18 +47,22 @@ def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] |
     example: inputs of batch 1, for models that don't take token ids. Raises SearchError where the model has no sequence to
     size, CaptureError where it can't be recorded.
     """
+    small = None if example is not None or seq is None else _inputs(model, None)
     inputs = dict(example) if example is not None else _inputs(model, seq)
     lists = layer_lists(model)
     short = any(len(one.first) < len(one.kinds) for one in lists)
     found = None
     if short:
         try:
-            found = _analysed(shortened(model, lists), inputs)
+            found = _analysed(shortened(model, lists), inputs, small)
         except (AutotpError, IndexError, KeyError):
             # Its code looks its layers up by number: it must be recorded whole.
-            lists = [LayerList(one.path, tuple(range(len(one.kinds))), tuple(range(len(one.kinds)))) for one in lists]
+            lists = [
+                LayerList(one.path, tuple(range(len(one.kinds))), tuple(range(len(one.kinds))))
+                for one in lists
+            ]
     if found is None:
-        found = _analysed(model, inputs)
+        found = _analysed(model, inputs, small)
     length = seq or max((t.shape[1] for t in tensors_of(tuple(inputs.values())) if t.ndim > 1), default=1)
     return _Counter(found, lists, type(model).__name__, length).workload()
 
@@ -203,12 +88,25 @@ def _inputs(model: nn.Module, seq: int | None) -> dict[str, Any]:
     return result
 
 
-def _analysed(model: nn.Module, inputs: Mapping[str, Any]) -> Analysis:
-    copy = hollow(model)
+def _analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, Any] | None) -> Analysis:
+    """The graph at the size of `inputs`, with the axes chosen on `small` ones: those `parallelize` would choose."""
+    twin = hollow(model)
     try:
-        return analyse(copy.train(), 2, inputs)  # in training, dropout is part of the run
+        found = analyse(twin.train(), 2, small or inputs)  # in training, dropout is part of the run
     except AutotpError:
-        return analyse(copy.eval(), 2, inputs)
+        found = analyse(twin.eval(), 2, small or inputs)
+    if small is None:
+        return found
+    large = list(capture(twin, **inputs).graph.nodes)
+    nodes = list(found.captured.graph.nodes)
+    if [n.target for n in large] != [n.target for n in nodes] and [str(n) for n in large] != [
+        str(n) for n in nodes
+    ]:
+        return analyse(twin, 2, inputs)  # another way through its code: another graph
+    for node, sized in zip(nodes, large, strict=True):
+        if "val" in sized.meta:
+            node.meta["val"] = sized.meta["val"]
+    return found
 
 
 class _Counter:
@@ -221,6 +119,8 @@ class _Counter:
         self.uses = defaultdict(list)
         for use in self.structure.uses:
             self.uses[use.node].append(use)
+        self.vocabulary = self._vocabulary()
+        self.split |= self.vocabulary
         self.units: list[Unit] = []
         self.unit_of: dict[fx.Node, int] = {}
         self._make_units()
@@ -233,6 +133,15 @@ class _Counter:
                 chosen |= attention.heads
         return chosen
 
+    def _vocabulary(self) -> set[Any]:
+        """The axis of the logits, where the planner keeps it whole for the price of gathering them: a loss over parts of the
+        vocabulary needs no gather, so in training it is split."""
+        node = self._head()
+        while node is not None and node not in self.uses and self.index.operands.get(node):
+            node = self.index.operands[node][0].node
+        made = {a for use in self.uses.get(node, ()) for a in use.made if a.size > 1} - self.split
+        return {a for a in made if not follow(self.index, a).problems}
+
     # ---------------------------------------------------------------- units
     def _make_units(self) -> None:
         self.layer_unit: dict[tuple[int, int], int] = {}
@@ -241,9 +150,11 @@ class _Counter:
             for j in range(len(one.first)):
                 self.layer_unit[i, j] = self._new_unit(f"{one.path}.{one.first[j]}", True)
         names = ["before the layers", *("between the layers" for _ in self.lists[1:]), "after the layers"]
-        self.between = [self._new_unit(n, False) for n in names[: len(self.lists) + 1]] if self.lists else [
-            self._new_unit("the model", False)
-        ]
+        self.between = (
+            [self._new_unit(n, False) for n in names[: len(self.lists) + 1]]
+            if self.lists
+            else [self._new_unit("the model", False)]
+        )
         begun: list[int] = []
         for node in self.index.nodes:
             path = str(node.target) if node.op == "call_module" else str(node.meta.get("scope") or "")
@@ -278,7 +189,13 @@ class _Counter:
             order.append(self.between[k + 1])
         logits = self._logits()
         return Workload(
-            self.name, tuple(self.units), tuple(order), self.seq, logits, tied, head,
+            self.name,
+            tuple(self.units),
+            tuple(order),
+            self.seq,
+            logits,
+            tied,
+            head,
             tuple(f"{node.target}: {why}" for node, why in self.index.axes.unknown),
         )
 
@@ -308,10 +225,18 @@ class _Counter:
             heads = _numel(q) // (q.shape[-1] * q.shape[-2]) or 1
             made = [use for use in attention.k if use.node in self.index.order]
             if made and kv_heads == heads:  # keys repeated for every query head: fewer are made
-                kv_heads = max(1, min(kv_heads, _numel(next(tensors_of(made[0].node.meta["val"]))) // (self.seq * k.shape[-1])))
+                kv_heads = max(
+                    1,
+                    min(
+                        kv_heads,
+                        _numel(next(tensors_of(made[0].node.meta["val"]))) // (self.seq * k.shape[-1]),
+                    ),
+                )
             causal = q.shape[-2] == k.shape[-2] and q.shape[-2] > 1
             self.units[self.unit_of[node]].attentions.append(
-                Attention(heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], causal, dropout)
+                Attention(
+                    heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], causal, dropout
+                )
             )
         return cores
 
@@ -324,7 +249,7 @@ class _Counter:
             sums = [c for c in facts.contracts if c.how == "sum"] if facts else []
             if node in inside or not sums:
                 continue
-            product = self._weighted(node) if sums[0].weight else self._activations(node, sums)
+            product = self._weighted(node) if sums[0].weight else self._activations(node)
             if product is not None:
                 anchors.add(node)
                 self.units[self.unit_of[node]].products.append(product)
@@ -341,7 +266,7 @@ class _Counter:
         stack = weight.shape[0] if weight.ndim == 3 and node.op == "call_function" else 1
         inner = 1
         for dim in self.index.axes.params[use.param]:
-            if self._pieces_of(dim, use.taken):
+            if set(leaves(dim)) & use.taken:
                 inner *= dim.size
         cols = weight.numel() / stack / inner
         if self._pieces(use.taken) > 1:
@@ -353,23 +278,17 @@ class _Counter:
             split = "rows" if ways > 1 else ""
         return Product(out / cols, cols, inner, 1.0, split, ways, float(weight.numel()))
 
-    @staticmethod
-    def _pieces_of(dim: Any, leaves_: frozenset[Any]) -> bool:
-        from ..axes import leaves
-
-        return any(leaf in leaves_ for leaf in leaves(dim))
-
-    def _activations(self, node: fx.Node, sums: list[Any]) -> Product | None:
+    def _activations(self, node: fx.Node) -> Product | None:
         operands = [op.node for op in self.index.operands[node]]
         out = next(tensors_of(node.meta["val"]), None)
         if len(operands) < 2 or out is None or out.ndim < 2:
             return None
-        inner = 1
-        for c in sums:
-            inner *= c.axis.size
         ways = self.ways(node)
         rows, cols = out.shape[-2], out.shape[-1]
-        return Product(rows, cols, inner, out.numel() / (rows * cols), "batch" if ways > 1 else "", ways)
+        batch = out.numel() / (rows * cols)
+        first = next(tensors_of(operands[0].meta["val"]))
+        inner = max(1.0, first.numel() / (batch * rows))
+        return Product(rows, cols, inner, batch, "batch" if ways > 1 else "", ways)
 
     def _messages(self) -> None:
         head = self._head()
@@ -383,10 +302,31 @@ class _Counter:
                 if arrow.kind in ("reduce", "gather"):
                     unit.messages.append(Message(kind, "forward", n))
                 if arrow.kind in ("enter", "slice") or arrow.enter:
-                    unit.messages.append(Message("gather" if arrow.kind == "slice" else "reduce", "backward", n))
-            else:
+                    unit.messages.append(
+                        Message("gather" if arrow.kind == "slice" else "reduce", "backward", n)
+                    )
+            elif arrow.kind not in ("once",):
                 rows = n / next(tensors_of(arrow.source.meta["val"])).shape[-1]
-                unit.messages += [Message("reduce", "forward", rows, True), Message("reduce", "backward", rows, True)]
+                unit.messages += [
+                    Message("reduce", "forward", rows, True),
+                    Message("reduce", "backward", rows, True),
+                ]
+
+        for node in self.index.nodes if self.vocabulary else ():
+            facts, value = self.index.facts(node), next(tensors_of(node.meta.get("val")), None)
+            if (
+                facts
+                and value is not None
+                and any(self.vocabulary & set(leaves(c.axis)) for c in facts.contracts if c.how == "lookup")
+            ):
+                self.units[self.unit_of[node]].messages.append(
+                    Message("reduce", "forward", float(_numel(value)))
+                )
+            if any(self.vocabulary & use.made for use in self.uses[node]) and self.index.operands[node]:
+                entering = next(tensors_of(self.index.operands[node][0].node.meta["val"]))
+                self.units[self.unit_of[node]].messages.append(
+                    Message("reduce", "backward", float(_numel(entering)))
+                )
 
     # ---------------------------------------------------------------- parameters and output
     def _params(self) -> tuple[Shares, int]:
@@ -403,74 +343,53 @@ class _Counter:
             units = [self.unit_of[n] for n in used[name]] or [self.between[0]]
             place = self._layer(name)
             unit = self.units[self.layer_unit[place] if place else units[0]]
-            ways = self._pieces(index.param_leaves.get(name, ())) if name in self.found.placement.params else 1
+            held = index.param_leaves.get(name, frozenset())
+            ways = self._pieces(held) if name in self.found.placement.params or held & self.vocabulary else 1
             unit.params.add(ways, param.numel())
             if param.ndim == 3 and param.shape[0] > 1 and place:
                 unit.experts.add(ways, param.numel())
-            if name in looked_up and name not in {u.param for us in self.uses.values() for u in us if u.taken}:
+            if name in looked_up and name not in {
+                u.param for us in self.uses.values() for u in us if u.taken
+            }:
                 unit.table += param.numel()
             if len(set(units)) > 1 and not place:
                 tied.add(ways, param.numel())
         for i, one in enumerate(self.units):
-            nodes = [n for n in index.nodes if self.unit_of[n] == i and any(self.unit_of[u] != i for u in n.users)]
-            one.output = max((float(_numel(t)) for n in nodes for t in tensors_of(n.meta.get("val")) if t.is_floating_point()), default=0.0)
-        heads = [a.size for at in self.structure.attentions for a in at.heads if a in self.split]
+            nodes = [
+                n for n in index.nodes if self.unit_of[n] == i and any(self.unit_of[u] != i for u in n.users)
+            ]
+            one.output = max(
+                (
+                    float(_numel(t))
+                    for n in nodes
+                    for t in tensors_of(n.meta.get("val"))
+                    if t.is_floating_point()
+                ),
+                default=0.0,
+            )
+        split = any(at.heads & self.split for at in self.structure.attentions)
+        heads = [a.heads for unit in self.units for a in unit.attentions] if split else []
         return tied, max(heads, default=1)
 
     def _head(self) -> fx.Node | None:
         """The node that gives the model's logits: the first floating result."""
         found: list[fx.Node] = []
         _collect(self.index.captured.output, found)
-        return next((n for n in found if any(t.is_floating_point() for t in tensors_of(n.meta.get("val")))), None)
+        return next(
+            (n for n in found if any(t.is_floating_point() for t in tensors_of(n.meta.get("val")))), None
+        )
 
     def _logits(self) -> Shares:
         node, logits = self._head(), Shares()
         if node is not None:
             out = next(tensors_of(node.meta["val"]))
-            makers = [p for p in self.units[self.unit_of[node]].products if p.split == "cols" and p.cols == out.shape[-1]]
+            makers = [
+                p
+                for p in self.units[self.unit_of[node]].products
+                if p.split == "cols" and p.cols == out.shape[-1]
+            ]
             logits.add(makers[0].ways if makers else self.ways(node), float(out.numel()))
         return logits
-
-
-def core_of(index: GraphIndex, node: fx.Node) -> tuple[set[fx.Node], list[fx.Node], bool]:
-    """An attention's nodes, its operands q, k, v, and whether its probabilities are dropped out."""
-    args = [op.node for op in index.operands[node]]
-    if len(args) >= 3:  # fused
-        dropout = node.meta["kwargs"].get("dropout_p", 0.0) or (node.meta["args"][4] if len(node.meta["args"]) > 4 else 0.0)
-        return {node}, args[:3], bool(dropout)
-    scores = max(args, key=lambda n: _depends_on_softmax(index, n))
-    core, todo, products, dropout = {node}, [scores], [], False
-    while todo:
-        n = todo.pop()
-        if n in core:
-            continue
-        core.add(n)
-        facts = index.facts(n)
-        dropout |= "dropout" in str(getattr(n.target, "__name__", n.target))
-        if facts and any(c.how == "sum" for c in facts.contracts) and len(index.operands[n]) == 2:
-            products.append(n)
-            continue
-        size = _numel(next(tensors_of(n.meta["val"])))
-        todo += [op.node for op in index.operands[n] if _numel(next(tensors_of(op.node.meta["val"]))) >= size]
-    first = products[0] if products else node
-    q, k = [op.node for op in index.operands[first]][:2] if products else (scores, scores)
-    values = next(n for n in args if n is not scores)
-    return core, [q, _untransposed(index, k), values], bool(dropout)
-
-
-def _untransposed(index: GraphIndex, node: fx.Node) -> fx.Node:
-    """Before the transposition that a product of queries and keys takes."""
-    return index.operands[node][0].node if "transpose" in str(node.target) and index.operands[node] else node
-
-
-def _depends_on_softmax(index: GraphIndex, node: fx.Node) -> int:
-    for _ in range(6):
-        if "softmax" in str(getattr(node.target, "__name__", node.target)).lower():
-            return 1
-        if not index.operands[node]:
-            return 0
-        node = index.operands[node][0].node
-    return 0
 
 
 def _collect(tree: Any, into: list[fx.Node]) -> None:

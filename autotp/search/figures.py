@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import SearchError
-from .find import SearchResult
 from .predict import Prediction
+from .result import SearchResult
 
 COLOURS = ("#33658a", "#f26419", "#9aa5b1", "#86bbd8", "#758e4f", "#f6ae2d", "#55505c", "#c8553d")
 
@@ -36,8 +36,15 @@ def pareto(result: SearchResult) -> Any:
     for i, p in enumerate(result.pareto):
         if i % max(1, len(x) // 6) == 0:
             axes.annotate(_label(p), (x[i], y[i]), xytext=(6, 6), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="memory of the fullest stage, GB", ylabel="seconds a token" if result.mode == "generate" else "seconds a step")
-    axes.set_title(f"{result.workload.name} on {result.cluster.gpus} x {result.cluster.gpu.name}", loc="left", fontsize=10)
+    axes.set(
+        xlabel="memory of the fullest stage, GB",
+        ylabel="seconds a token" if result.mode == "generate" else "seconds a step",
+    )
+    axes.set_title(
+        f"{result.workload.name} on {result.cluster.gpus} x {result.cluster.gpu.name}",
+        loc="left",
+        fontsize=10,
+    )
     return figure
 
 
@@ -52,7 +59,9 @@ def breakdown(plans: Sequence[Prediction]) -> Any:
     axes.set_yticks(range(len(plans)), [_label(p) for p in plans], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.14 - 0.4 / len(plans)))
+    axes.legend(
+        fontsize=7, frameon=False, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.14 - 0.4 / len(plans))
+    )
     return figure
 
 
@@ -66,7 +75,16 @@ def pipeline(p: Prediction) -> Any:
         some = [(r, s, e) for r, a, s, e in p.timeline.rows if a.kind == kind]
         if some:
             ranks, starts, ends = (np.array(v) for v in zip(*some, strict=True))
-            axes.barh(ranks, ends - starts, left=starts, height=0.85, color=tone[kind], edgecolor="white", lw=0.3, label=name)
+            axes.barh(
+                ranks,
+                ends - starts,
+                left=starts,
+                height=0.85,
+                color=tone[kind],
+                edgecolor="white",
+                lw=0.3,
+                label=name,
+            )
     axes.set(xlabel="seconds", ylabel="pipeline rank")
     axes.invert_yaxis()
     axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.12))
@@ -80,14 +98,22 @@ def memory(p: Prediction) -> Any:
     figure, axes = _axes(8, 4)
     fixed = sum(v for k, v in p.memory_breakdown.items() if k not in ("activations", "recomputed", "logits"))
     for rank in sorted({0, p.config.pp // 2, p.config.pp - 1}):
-        steps = [(s if a.kind == "F" else e, 1 if a.kind == "F" else -1) for r, a, s, e in p.timeline.rows if r == rank and a.kind != "W"]
+        steps = [
+            (s if a.kind == "F" else e, 1 if a.kind == "F" else -1)
+            for r, a, s, e in p.timeline.rows
+            if r == rank and a.kind != "W"
+        ]
         steps.sort()
         held = np.cumsum([d for _, d in steps])
         most = max(1, int(held.max()))
         size = max(0.0, p.memory[rank] - fixed) / most
-        axes.step([t for t, _ in steps], (fixed + held * size) / 1e9, where="post", label=f"rank {rank}", lw=1.2)
+        axes.step(
+            [t for t, _ in steps], (fixed + held * size) / 1e9, where="post", label=f"rank {rank}", lw=1.2
+        )
     axes.axhline(p.capacity / 1e9, color="black", lw=0.8, ls="--")
-    axes.annotate("what a GPU holds", (0, p.capacity / 1e9), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axes.annotate(
+        "what a GPU holds", (0, p.capacity / 1e9), xytext=(4, 4), textcoords="offset points", fontsize=7
+    )
     axes.set(xlabel="seconds", ylabel="GB", ylim=(0, None))
     axes.legend(fontsize=7, frameon=False)
     return figure

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,113 +11,15 @@ from torch import nn
 from ..errors import SearchError
 from . import memory
 from .cluster import Cluster, load
-from .counts import Workload, count
-from .predict import RECOMPUTE, Config, Prediction, predict, train
+from .counts import count
+from .predict import RECOMPUTE, Config, predict, train
+from .result import BATCH, FINE, ROUNDS, TOO_BIG, Rejected, SearchResult
 from .table import Costs, Table, evaluate
+from .workload import Workload
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LONG = 16384  # tokens, from which on a sequence is worth splitting over context-parallel ranks
 SIMULATED = 4  # candidates whose schedule is run; the others' is in closed form
-
-# Reasons are kept as numbers, and put into words when asked for.
-FINE, TOO_BIG, BATCH, ROUNDS = range(4)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A configuration that is not possible, and why."""
-
-    config: Config
-    reason: str
-
-
-@dataclass
-class SearchResult:
-    """plans: the best, simulated, best first. pareto: those that no other beats in both time and memory, fastest first.
-    considered: how many configurations were looked at, `fit` of them fit. coarse: reasons for whole families of
-    configurations. `rejected()` gives every configuration that was turned down, with its reason."""
-
-    cluster: Cluster
-    workload: Workload
-    mode: str
-    plans: list[Prediction]
-    pareto: list[Prediction]
-    considered: int
-    fit: int
-    coarse: list[str]
-    batch: int = 0
-    dtype: str = "bf16"
-    _table: Table | None = field(default=None, repr=False)
-    _why: np.ndarray | None = field(default=None, repr=False)
-    _memory: np.ndarray | None = field(default=None, repr=False)
-    _others: list[Rejected] = field(default_factory=list, repr=False)
-
-    @property
-    def best(self) -> Prediction:
-        """The fastest plan. Raises SearchError where nothing fits, with what came nearest."""
-        if not self.plans:
-            raise SearchError(
-                f"Nothing fits: of {self.considered} configurations of {self.workload.name} on {self.cluster.gpus} x "
-                f"{self.cluster.gpu.name} none does. {self._nearest()} Take more GPUs, or a smaller batch or sequence."
-            )
-        return self.plans[0]
-
-    def _nearest(self) -> str:
-        least = min((r.reason for r in self._others), default="", key=len)
-        if self._memory is None or self._table is None or not len(self._memory):
-            return least
-        row = int(np.argmin(self._memory))
-        return f"The least memory: {self._memory[row] / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f} with {self._config(row)}."
-
-    def _config(self, row: int) -> Config:
-        assert self._table is not None
-        return self._table.config(row, self.batch, self.dtype, "1f1b")
-
-    def rejected(self) -> Iterator[Rejected]:
-        """Every configuration that was turned down, with its reason."""
-        yield from self._others
-        if self._why is None or self._table is None or self._memory is None:
-            return
-        for row in np.flatnonzero(self._why != FINE):
-            config = self._config(int(row))
-            yield Rejected(config, self._reason(int(row), config))
-
-    def _reason(self, row: int, c: Config) -> str:
-        assert self._why is not None and self._memory is not None
-        if self._why[row] == TOO_BIG:
-            return f"needs {self._memory[row] / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f}"
-        if self._why[row] == BATCH:
-            return f"batch {self.batch} is no multiple of dp={c.dp} x micro_batch={c.micro_batch}"
-        return f"{c.microbatches} micro-batches are no multiple of pp={c.pp}, which interleaving needs"
-
-    def why(self, a: Prediction, b: Prediction) -> str:
-        """The two plans compared: what each gains and pays."""
-        lines = [f"A: {a.config}", f"B: {b.config}"]
-        rows = [("step", a.step_time, b.step_time, "s"), *((k, a.breakdown[k], b.breakdown.get(k, 0.0), "s") for k in a.breakdown)]
-        kinds = {**a.memory_breakdown, **b.memory_breakdown}
-        rows += [("memory", a.peak_memory, b.peak_memory, "B")]
-        rows += [(k, a.memory_breakdown.get(k, 0.0), b.memory_breakdown.get(k, 0.0), "B") for k in kinds]
-        for name, x, y, unit in rows:
-            if max(x, y) > 0:
-                shown = (lambda v: f"{v:9.3f} s ") if unit == "s" else (lambda v: f"{v / 1e9:9.2f} GB")
-                lines.append(f"  {name:32} {shown(x)}  {shown(y)}  {'A' if x < y else 'B' if y < x else '='} is better")
-        faster, slower = (a, b) if a.step_time <= b.step_time else (b, a)
-        gains = {k: slower.breakdown.get(k, 0.0) - v for k, v in faster.breakdown.items()}
-        most = max(gains, key=lambda k: gains[k])
-        lines.append(
-            f"{'A' if faster is a else 'B'} is {slower.step_time / faster.step_time - 1:.1%} faster, most of it by {most} "
-            f"({gains[most]:.3f} s less)."
-        )
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "model": self.workload.name, "parameters": self.workload.parameters, "cluster": self.cluster.name,
-            "gpus": self.cluster.gpus, "mode": self.mode, "considered": self.considered, "fit": self.fit,
-            "plans": [p.to_dict() for p in self.plans], "pareto": [p.to_dict() for p in self.pareto],
-            "rules": self.coarse,
-        }
 
 
 def search(
@@ -142,13 +43,27 @@ def search(
     machine = load(cluster)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
     if seq is not None and workload.seq != seq:
-        raise SearchError(f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again.")
+        raise SearchError(
+            f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."
+        )
     if batch < 1:
         raise SearchError(f"batch={batch}: must be at least 1.")
-    known = {"tp", "pp", "dp", "cp", "micro_batch", "recompute", "zero", "virtual_stages", "sequence_parallel"}
+    known = {
+        "tp",
+        "pp",
+        "dp",
+        "cp",
+        "micro_batch",
+        "recompute",
+        "zero",
+        "virtual_stages",
+        "sequence_parallel",
+    }
     held = dict(fixed or {})
     if set(held) - known:
-        raise SearchError(f"fixed: {', '.join(sorted(set(held) - known))} can't be held; {', '.join(sorted(known))} can.")
+        raise SearchError(
+            f"fixed: {', '.join(sorted(set(held) - known))} can't be held; {', '.join(sorted(known))} can."
+        )
     if mode == "generate":
         return _generate(workload, machine, batch, dtype, top, held)
     if mode != "train":
@@ -162,18 +77,27 @@ def search(
         machine, workload, mode, [], [], len(table), len(good), coarse, batch, dtype, table, why, costs.memory
     )
     order = good[np.argsort(costs.time[good], kind="stable")]
-    plans = [train(workload, machine, result._config(int(row)), i < SIMULATED) for i, row in enumerate(order[: 2 * top])]
+    plans = [
+        train(workload, machine, result._config(int(row)), i < SIMULATED)
+        for i, row in enumerate(order[: 2 * top])
+    ]
     result.plans = sorted((p for p in plans if p.fits), key=lambda p: p.step_time)[:top]
     result.pareto = [train(workload, machine, result._config(row), False) for row in pareto(costs, order)]
     return result
 
 
-def candidates(workload: Workload, cluster: Cluster, batch: int, held: Mapping[str, Any]) -> tuple[Table, list[str]]:
+def candidates(
+    workload: Workload, cluster: Cluster, batch: int, held: Mapping[str, Any]
+) -> tuple[Table, list[str]]:
     """Every configuration that uses all GPUs, and the rules by which families of them were left out."""
     gpus, layers = cluster.gpus, max(1, workload.layers)
     inner = cluster.links[0].size
     coarse, rows = [], []
-    recompute = [i for i, name in enumerate(RECOMPUTE) if not (name == "selective" and cluster.software.fused_attention)]
+    recompute = [
+        i
+        for i, name in enumerate(RECOMPUTE)
+        if not (name == "selective" and cluster.software.fused_attention)
+    ]
     for tp in _divisors(gpus):
         if "tp" not in held and tp > inner:
             coarse.append(f"tp={tp}: reaches over the {inner} GPUs that {cluster.links[0].name} joins")
@@ -197,7 +121,18 @@ def candidates(workload: Workload, cluster: Cluster, batch: int, held: Mapping[s
     columns: list[np.ndarray] = []
     for tp, cp, pp, dp, virtual in rows:
         micro = [m for m in MICRO_BATCHES if m <= batch // dp]
-        grid = np.meshgrid([tp], [cp], [pp], [dp], virtual, micro, [0, 1] if tp > 1 else [0], recompute, [0, 1, 2, 3] if dp * cp > 1 else [0], indexing="ij")
+        grid = np.meshgrid(
+            [tp],
+            [cp],
+            [pp],
+            [dp],
+            virtual,
+            micro,
+            [0, 1] if tp > 1 else [0],
+            recompute,
+            [0, 1, 2, 3] if dp * cp > 1 else [0],
+            indexing="ij",
+        )
         columns.append(np.stack([g.reshape(-1) for g in grid]))
     if not columns:
         raise SearchError(f"No way to lay {workload.name} over {gpus} GPUs: " + "; ".join(coarse[:4]) + ".")
@@ -218,8 +153,10 @@ def candidates(workload: Workload, cluster: Cluster, batch: int, held: Mapping[s
 def _unused(cluster: Cluster, layers: int) -> list[str]:
     """Degrees of a pipeline that do not come up, for those who wonder."""
     return [
-        f"pp={p}: {cluster.gpus} GPUs are no multiple of it" + (f", and {layers} layers and {p} stages are uneven" if layers % p else "")
-        for p in (3, 5, 6, 7) if cluster.gpus % p
+        f"pp={p}: {cluster.gpus} GPUs are no multiple of it"
+        + (f", and {layers} layers and {p} stages are uneven" if layers % p else "")
+        for p in (3, 5, 6, 7)
+        if cluster.gpus % p
     ]
 
 
@@ -242,7 +179,9 @@ def _impossible(table: Table, batch: int) -> np.ndarray:
     return why
 
 
-def _costs(workload: Workload, cluster: Cluster, table: Table, why: np.ndarray, batch: int, dtype: str) -> Costs:
+def _costs(
+    workload: Workload, cluster: Cluster, table: Table, why: np.ndarray, batch: int, dtype: str
+) -> Costs:
     """Costs of the possible rows; infinite time for the others."""
     rows = np.flatnonzero(why == FINE)
     if not len(rows):
@@ -256,7 +195,12 @@ def _costs(workload: Workload, cluster: Cluster, table: Table, why: np.ndarray, 
         result[rows] = values
         return result
 
-    return Costs(full(some.time), full(some.memory), {k: full(v) for k, v in some.parts.items()}, {k: full(v) for k, v in some.kinds.items()})
+    return Costs(
+        full(some.time),
+        full(some.memory),
+        {k: full(v) for k, v in some.parts.items()},
+        {k: full(v) for k, v in some.kinds.items()},
+    )
 
 
 def pareto(costs: Costs, by_time: np.ndarray) -> list[int]:
@@ -269,7 +213,9 @@ def pareto(costs: Costs, by_time: np.ndarray) -> list[int]:
     return front
 
 
-def _generate(workload: Workload, cluster: Cluster, batch: int, dtype: str, top: int, held: Mapping[str, Any]) -> SearchResult:
+def _generate(
+    workload: Workload, cluster: Cluster, batch: int, dtype: str, top: int, held: Mapping[str, Any]
+) -> SearchResult:
     plans, rejected = [], []
     for tp in _divisors(cluster.gpus):
         if tp > max(1, workload.head_ways * 8):
@@ -285,11 +231,15 @@ def _generate(workload: Workload, cluster: Cluster, batch: int, dtype: str, top:
             elif batch % dp:
                 rejected.append(Rejected(config, f"batch {batch} is no multiple of {dp} replicas"))
             else:
-                plan = predict(workload, cluster, tp=tp, pp=pp, dp=dp, batch=batch, dtype=dtype, mode="generate")
+                plan = predict(
+                    workload, cluster, tp=tp, pp=pp, dp=dp, batch=batch, dtype=dtype, mode="generate"
+                )
                 if plan.fits:
                     plans.append(plan)
                 else:
-                    rejected.append(Rejected(config, f"needs {plan.peak_memory / 1e9:.0f} GB of {cluster.gpu.memory:.0f}"))
+                    rejected.append(
+                        Rejected(config, f"needs {plan.peak_memory / 1e9:.0f} GB of {cluster.gpu.memory:.0f}")
+                    )
     plans.sort(key=lambda p: p.step_time)
     front, least = [], np.inf
     for plan in plans:
@@ -297,13 +247,29 @@ def _generate(workload: Workload, cluster: Cluster, batch: int, dtype: str, top:
             front.append(plan)
             least = plan.peak_memory
     return SearchResult(
-        cluster, workload, "generate", plans[:top], front, len(plans) + len(rejected), len(plans), [], batch, dtype, _others=rejected
+        cluster,
+        workload,
+        "generate",
+        plans[:top],
+        front,
+        len(plans) + len(rejected),
+        len(plans),
+        [],
+        batch,
+        dtype,
+        _others=rejected,
     )
 
 
 def choose_degrees(
-    model: nn.Module | Workload, world_size: int, *, cluster: str | Cluster | None = None, batch: int | None = None,
-    seq: int = 2048, mode: str = "train", **fixed: Any,
+    model: nn.Module | Workload,
+    world_size: int,
+    *,
+    cluster: str | Cluster | None = None,
+    batch: int | None = None,
+    seq: int = 2048,
+    mode: str = "train",
+    **fixed: Any,
 ) -> dict[str, int]:
     """Degrees for the processes there are: {"tp": ..., "pp": ..., "dp": ...}, for `parallelize(model, tp="auto")`.
 
@@ -316,7 +282,9 @@ def choose_degrees(
     per_node = min(machine.node, world_size)
     machine = replace(machine, node=per_node, nodes=max(1, world_size // per_node))
     if machine.gpus != world_size:
-        raise SearchError(f"{world_size} processes do not fill nodes of {per_node}. Start a multiple, or give tp and pp.")
+        raise SearchError(
+            f"{world_size} processes do not fill nodes of {per_node}. Start a multiple, or give tp and pp."
+        )
     best = search(model, machine, batch=batch or world_size, seq=seq, mode=mode, fixed=fixed).best.config
     return {"tp": best.tp, "pp": best.pp, "dp": best.dp}
 
@@ -329,9 +297,17 @@ def here() -> str:
         return "cpu-host"
     name = torch.cuda.get_device_name(0)
     for part, cluster in {
-        "V100": "dgx-2", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "hgx-h200", "GB200": "gb200-nvl72", "B200": "dgx-b200",
-        "L40S": "l40s", "MI300X": "mi300x",
+        "V100": "dgx-2",
+        "A100": "dgx-a100",
+        "H100": "dgx-h100",
+        "H200": "hgx-h200",
+        "GB200": "gb200-nvl72",
+        "B200": "dgx-b200",
+        "L40S": "l40s",
+        "MI300X": "mi300x",
     }.items():
         if part in name:
             return cluster
-    raise SearchError(f"No shipped cluster has {name!r}. Run `autotp calibrate`, and give the file it writes as cluster.")
+    raise SearchError(
+        f"No shipped cluster has {name!r}. Run `autotp calibrate`, and give the file it writes as cluster."
+    )

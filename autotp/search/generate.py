@@ -9,9 +9,9 @@ import numpy as np
 
 from ..errors import SearchError
 from . import memory
-from .cluster import Cluster, send, spread
+from .cluster import Cluster, send
 from .cost import BYTES, Setting, attention_time, matmul, messages_time, product_time, region_time
-from .counts import Product, Shares, Unit, Workload, share
+from .workload import Product, Shares, Unit, Workload, share
 
 if TYPE_CHECKING:
     from .predict import Config
@@ -34,8 +34,14 @@ def generation(
     tp, one = np.ones(1) * c.tp, np.ones(1)
     ahead = Setting(tp, one * sequences, one * 0, one, c.dtype, True)
     token = decode_units(workload)
-    prefill = sum(_pass(cluster, unit, ahead, last=i == workload.order[-1], seq=workload.seq)[0] for i, unit in _run(workload, workload.units))
-    step, parts = 0.0, {"compute": 0.0, "cache": 0.0, "tensor-parallel communication": 0.0, "pipeline sends": 0.0}
+    prefill = sum(
+        _pass(cluster, unit, ahead, last=i == workload.order[-1], seq=workload.seq)[0]
+        for i, unit in _run(workload, workload.units)
+    )
+    step, parts = (
+        0.0,
+        {"compute": 0.0, "cache": 0.0, "tensor-parallel communication": 0.0, "pipeline sends": 0.0},
+    )
     for i, unit in _run(workload, token):
         compute, reading, sent = decode(cluster, unit, ahead, workload)
         if i == workload.order[-1]:
@@ -65,7 +71,10 @@ def decode_units(workload: Workload) -> list[Unit]:
     return [
         replace(
             unit,
-            products=[replace(p, rows=p.rows / n) if p.weight else replace(p, rows=max(1.0, p.rows / n)) for p in unit.products],
+            products=[
+                replace(p, rows=p.rows / n) if p.weight else replace(p, rows=max(1.0, p.rows / n))
+                for p in unit.products
+            ],
             attentions=[replace(a, queries=1, causal=False) for a in unit.attentions],
             messages=[replace(m, elements=m.elements / n) for m in unit.messages],
             traffic=replace(unit.traffic, forward=per_token(unit.traffic.forward)),
@@ -93,8 +102,14 @@ def decode(cluster: Cluster, unit: Unit, s: Setting, workload: Workload) -> tupl
     for p in unit.products:
         compute = compute + _token_product(cluster, p, s)
     kernels = unit.traffic.kernels + len(unit.products) + len(unit.attentions)
-    compute = compute + region_time(cluster, Shares(unit.traffic.forward), s, 0) + kernels * cluster.software.decode_launch_us * 1e-6
-    cached = memory.cache(unit, s.tp, s.micro_batch, float(workload.seq), s.dtype if BYTES[s.dtype] >= 2 else "fp8")
+    compute = (
+        compute
+        + region_time(cluster, Shares(unit.traffic.forward), s, 0)
+        + kernels * cluster.software.decode_launch_us * 1e-6
+    )
+    cached = memory.cache(
+        unit, s.tp, s.micro_batch, float(workload.seq), s.dtype if BYTES[s.dtype] >= 2 else "fp8"
+    )
     reading = cached / (cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream)
     return float(compute[0]), float(reading[0]), float(messages_time(cluster, unit, s, "forward")[0])
 
@@ -125,7 +140,10 @@ def _memory(workload: Workload, cluster: Cluster, c: Config, sequences: int):
     totals, kinds, fits = [], [], []
     for stage in held:
         weights = sum(float(workload.units[i].params.local(tp)[0]) for i in stage) * width
-        cached = sum(float(memory.cache(workload.units[i], tp, np.ones(1), float(workload.seq), c.dtype)[0]) for i in stage)
+        cached = sum(
+            float(memory.cache(workload.units[i], tp, np.ones(1), float(workload.seq), c.dtype)[0])
+            for i in stage
+        )
         kind = {"weights": weights, "cache": cached * sequences, "workspace": WORKSPACE}
         kinds.append(kind)
         totals.append(sum(kind.values()))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cluster import Cluster
-from .counts import Shares, Unit, Workload, share
 from .cost import BYTES
+from .workload import Shares, Unit, Workload, share
 
 Array = np.ndarray
 OPTIMIZER = 12.0  # bytes of a parameter's master copy and Adam moments
@@ -27,7 +27,9 @@ class Saved:
     transient: Array
 
 
-def saved(unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width: float, fused: bool, recompute: str) -> Saved:
+def saved(
+    unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width: float, fused: bool, recompute: str
+) -> Saved:
     """Activations of a unit. recompute: `none`; `selective` (an attention's scores are made again); `full` (all but its
     input)."""
     divide = np.where(sp > 0, tp, 1)
@@ -48,7 +50,9 @@ def saved(unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width
     return Saved((whole + scores) * scale, np.zeros(tp.shape))
 
 
-def state(params: Array, dp: Array, zero: Array, gradient_bytes: float, dtype: str) -> tuple[Array, Array, Array]:
+def state(
+    params: Array, dp: Array, zero: Array, gradient_bytes: float, dtype: str
+) -> tuple[Array, Array, Array]:
     """Bytes of weights, gradients and optimizer state of `params` parameters on a rank."""
     weight = 4.0 if dtype == "fp32" else 2.0
     return (
@@ -61,7 +65,9 @@ def state(params: Array, dp: Array, zero: Array, gradient_bytes: float, dtype: s
 def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Array:
     """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis. Tied ones
     stand on the first and the last."""
-    result = [sum((workload.units[i].params.local(tp) for i in stage), np.zeros(tp.shape)) for stage in stages]
+    result = [
+        sum((workload.units[i].params.local(tp) for i in stage), np.zeros(tp.shape)) for stage in stages
+    ]
     if len(stages) > 1:
         result[-1] = result[-1] + workload.tied.local(tp)
     return np.stack(result, -1)

@@ -13,13 +13,16 @@ from ..errors import SearchError
 from . import memory
 from .cluster import Cluster, collective, load, send, spread
 from .cost import BYTES, Setting, loss_time, ring_time, unit_passes
-from .counts import Workload, count
+from .counts import count
 from .generate import generation
 from .schedule import SCHEDULES, Timeline, balanced, in_flight, simulate
+from .workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_STEPS = 20_000  # of a schedule that is simulated; beyond, the closed form is within 0.2 %
-OPTIMIZER_TRAFFIC = 34.0  # bytes that Adam reads and writes per parameter, with the clip of the gradients' norm
+OPTIMIZER_TRAFFIC = (
+    34.0  # bytes that Adam reads and writes per parameter, with the clip of the gradients' norm
+)
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,16 @@ class Prediction:
         """Plain data for JSON."""
         return {
             "config": vars(self.config) | {"gpus": self.config.gpus},
-            "step_time_s": self.step_time, "prefill_time_s": self.prefill_time,
-            "tokens_per_second": self.tokens_per_second, "sequences_that_fit": self.sequences,
-            "breakdown_s": dict(self.breakdown), "memory_bytes": list(self.memory),
-            "memory_breakdown_bytes": dict(self.memory_breakdown), "capacity_bytes": self.capacity,
-            "fits": self.fits, "layers_per_stage": list(self.stages),
+            "step_time_s": self.step_time,
+            "prefill_time_s": self.prefill_time,
+            "tokens_per_second": self.tokens_per_second,
+            "sequences_that_fit": self.sequences,
+            "breakdown_s": dict(self.breakdown),
+            "memory_bytes": list(self.memory),
+            "memory_breakdown_bytes": dict(self.memory_breakdown),
+            "capacity_bytes": self.capacity,
+            "fits": self.fits,
+            "layers_per_stage": list(self.stages),
         }
 
 
@@ -123,19 +131,43 @@ def predict(
     machine = load(cluster)
     if attention is not None:
         if attention not in ("fused", "unfused"):
-            raise SearchError(f"attention={attention!r}: fused, unfused, or None for what {machine.name}'s software does.")
+            raise SearchError(
+                f"attention={attention!r}: fused, unfused, or None for what {machine.name}'s software does."
+            )
         machine = replace(machine, software=replace(machine.software, fused_attention=attention == "fused"))
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
     if seq is not None and workload.seq != seq:
-        raise SearchError(f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again.")
+        raise SearchError(
+            f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."
+        )
     config = Config(
-        tp, pp, dp, cp, batch, micro_batch, recompute, zero, virtual_stages, sequence_parallel,
-        "interleaved" if virtual_stages > 1 and schedule == "1f1b" else schedule, dtype,
+        tp,
+        pp,
+        dp,
+        cp,
+        batch,
+        micro_batch,
+        recompute,
+        zero,
+        virtual_stages,
+        sequence_parallel,
+        "interleaved" if virtual_stages > 1 and schedule == "1f1b" else schedule,
+        dtype,
     )
     if mode == "generate":
         step, prefill, sequences, mem, kinds, parts = generation(workload, machine, config)
         return Prediction(
-            config, step, mem, parts, kinds, memory.usable(machine), prefill, batch / step, sequences, None, ()
+            config,
+            step,
+            mem,
+            parts,
+            kinds,
+            memory.usable(machine),
+            prefill,
+            batch / step,
+            sequences,
+            None,
+            (),
         )
     if mode != "train":
         raise SearchError(f"mode={mode!r}: train or generate.")
@@ -160,7 +192,9 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
             f"batch={c.batch} is no multiple of dp * micro_batch = {c.dp} * {c.micro_batch}. Change one of them."
         )
     if c.pp * c.virtual_stages > max(1, workload.layers):
-        raise SearchError(f"pp={c.pp} with {c.virtual_stages} virtual stages: the model has {workload.layers} layers to share.")
+        raise SearchError(
+            f"pp={c.pp} with {c.virtual_stages} virtual stages: the model has {workload.layers} layers to share."
+        )
     if c.dtype not in BYTES:
         raise SearchError(f"dtype={c.dtype!r}: choose one of {', '.join(BYTES)}.")
 
@@ -190,7 +224,14 @@ def cut(workload: Workload, stages: int, costs: Sequence[float]) -> list[list[in
 def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = True) -> Prediction:
     """A training step. simulated: the pipeline's schedule is run, where that takes no more than MOST_STEPS actions."""
     one = np.ones(1)
-    s = Setting(one * c.tp, one * c.micro_batch, one * c.sequence_parallel, one * c.cp, c.dtype, cluster.software.fused_attention)
+    s = Setting(
+        one * c.tp,
+        one * c.micro_batch,
+        one * c.sequence_parallel,
+        one * c.cp,
+        c.dtype,
+        cluster.software.fused_attention,
+    )
     selective = c.recompute == "selective" and not s.fused
     passes = [unit_passes(cluster, unit, s) for unit in workload.units]
     ring = [float(ring_time(cluster, [unit], s)[0]) for unit in workload.units]
@@ -209,16 +250,31 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     stages = cut(workload, c.pp * c.virtual_stages, costs)
     forward = [sum(compute_f[i] + sent_f[i] for i in stage) for stage in stages]
     backward = [sum(compute_b[i] + sent_b[i] for i in stage) for stage in stages]
-    hop = float(send(cluster, c.tp * c.dp * c.cp, _crossing(workload, s, c))) * (1 - cluster.software.pp_overlap) if c.pp > 1 else 0.0
+    hop = (
+        float(send(cluster, c.tp * c.dp * c.cp, _crossing(workload, s, c)))
+        * (1 - cluster.software.pp_overlap)
+        if c.pp > 1
+        else 0.0
+    )
     pipeline, timeline = _pipeline(forward, backward, hop, c, simulated)
     rank_work = [sum(forward[k] + backward[k] for k in range(r, len(stages), c.pp)) for r in range(c.pp)]
     slowest = int(np.argmax(rank_work))
     held = [[i for k in range(r, len(stages), c.pp) for i in stages[k]] for r in range(c.pp)]
     params = memory.stage_params(workload, held, s.tp)[0]
-    data, optimizer = (float(x) for x in data_parallel(
-        cluster, c.tp, c.dp * c.cp, c.zero, params.max(), min(sum(backward[r :: c.pp]) for r in range(c.pp)), max(rank_work),
-        c.microbatches, c.dtype,
-    ))
+    data, optimizer = (
+        float(x)
+        for x in data_parallel(
+            cluster,
+            c.tp,
+            c.dp * c.cp,
+            c.zero,
+            params.max(),
+            min(sum(backward[r :: c.pp]) for r in range(c.pp)),
+            max(rank_work),
+            c.microbatches,
+            c.dtype,
+        )
+    )
     step = pipeline + data + optimizer + cluster.software.step_ms * 1e-3
     computing = c.microbatches * sum(compute_f[i] + compute_b[i] for i in held[slowest])
     sending = c.microbatches * sum(sent_f[i] + sent_b[i] for i in held[slowest])
@@ -233,7 +289,9 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     mem, kinds = stage_memory(workload, cluster, c, held, s)
     tokens = c.batch * workload.seq / step
     layers = tuple(sum(workload.units[i].layer for i in stage) for stage in held)
-    return Prediction(c, step, mem, breakdown, kinds, memory.usable(cluster), None, tokens, 0, timeline, layers)
+    return Prediction(
+        c, step, mem, breakdown, kinds, memory.usable(cluster), None, tokens, 0, timeline, layers
+    )
 
 
 def _crossing(workload: Workload, s: Setting, c: Config) -> float:
@@ -242,7 +300,9 @@ def _crossing(workload: Workload, s: Setting, c: Config) -> float:
     return largest * s.width * c.micro_batch / c.cp / (c.tp if c.sequence_parallel else 1)
 
 
-def _pipeline(forward: list[float], backward: list[float], hop: float, c: Config, simulated: bool) -> tuple[float, Timeline | None]:
+def _pipeline(
+    forward: list[float], backward: list[float], hop: float, c: Config, simulated: bool
+) -> tuple[float, Timeline | None]:
     """Seconds of all micro-batches, and the beginning as a timeline: in its middle a schedule repeats itself, and that part
     is multiplied. Not simulated: the slowest rank's work, and once through the others."""
     work = [sum(forward[k] + backward[k] for k in range(r, len(forward), c.pp)) for r in range(c.pp)]
@@ -253,14 +313,24 @@ def _pipeline(forward: list[float], backward: list[float], hop: float, c: Config
     few = c.microbatches if c.schedule == "gpipe" else min(c.microbatches, 2 * c.pp)
     steps = 2 * few * len(forward)
     if c.schedule == "zero-bubble" or (simulated and steps <= MOST_STEPS):
-        timeline = simulate(c.schedule, [t + hop for t in forward], [t + hop for t in backward], few, ranks=c.pp)
+        timeline = simulate(
+            c.schedule, [t + hop for t in forward], [t + hop for t in backward], few, ranks=c.pp
+        )
         return timeline.length + (c.microbatches - few) * (max(work) + sends), timeline
     through = (sum(work) - max(work) + sends * (c.pp - 1)) / c.virtual_stages
     return c.microbatches * (max(work) + sends) + through, None
 
 
 def data_parallel(
-    cluster: Cluster, tp: Any, ranks: Any, zero: Any, params: Any, backward: Any, micro_step: Any, microbatches: Any, dtype: str
+    cluster: Cluster,
+    tp: Any,
+    ranks: Any,
+    zero: Any,
+    params: Any,
+    backward: Any,
+    micro_step: Any,
+    microbatches: Any,
+    dtype: str,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a configuration.
 
@@ -285,20 +355,29 @@ def data_parallel(
     each = 2 * move("gather", weight) + move("scatter", weight)
     if not software.grouped_zero3:
         link = cluster.links[-1]
-        flat = 2 * collective(link, "gather", ranks, params * weight) + collective(link, "scatter", ranks, params * weight)
+        flat = 2 * collective(link, "gather", ranks, params * weight) + collective(
+            link, "scatter", ranks, params * weight
+        )
         each = np.where(np.asarray(ranks) * tp > cluster.links[0].size, flat, each)
     sharded = microbatches * np.maximum(each - software.zero3_overlap * micro_step, each * 0.05)
     exposed = np.select([np.asarray(zero) == 0, np.asarray(zero) < 3], [whole, halves], sharded)
     return np.where(np.asarray(ranks) > 1, exposed, 0.0), optimizer
 
 
-def stage_memory(workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting) -> tuple[tuple[float, ...], dict[str, float]]:
+def stage_memory(
+    workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting
+) -> tuple[tuple[float, ...], dict[str, float]]:
     """Peak bytes of each pipeline rank that holds the units `held`, and the fullest one's by kind."""
     params = memory.stage_params(workload, held, s.tp)[0]
     data = np.float64(c.dp * c.cp)
-    weights, gradients, optimizer = memory.state(params, data, np.float64(c.zero), cluster.software.gradient_bytes, c.dtype)
+    weights, gradients, optimizer = memory.state(
+        params, data, np.float64(c.zero), cluster.software.gradient_bytes, c.dtype
+    )
     flight = in_flight(c.schedule, c.pp, c.microbatches, c.virtual_stages) / c.virtual_stages
-    kept = [memory.saved(u, s.tp, s.micro_batch, s.sequence_parallel, s.cp, s.width, s.fused, c.recompute) for u in workload.units]
+    kept = [
+        memory.saved(u, s.tp, s.micro_batch, s.sequence_parallel, s.cp, s.width, s.fused, c.recompute)
+        for u in workload.units
+    ]
     totals, kinds = [], []
     for rank, units in enumerate(held):
         activations = flight[rank] * sum(float(kept[i].kept[0]) for i in units)
@@ -309,8 +388,13 @@ def stage_memory(workload: Workload, cluster: Cluster, c: Config, held: list[lis
             largest = max(float(workload.units[i].params.local(s.tp)[0]) for i in units)
             gathered = 2 * 2.0 * largest
         kind = {
-            "weights": float(weights[rank]), "gradients": float(gradients[rank]), "optimizer": float(optimizer[rank]),
-            "activations": activations, "recomputed": transient, "logits": head, "gathered": gathered,
+            "weights": float(weights[rank]),
+            "gradients": float(gradients[rank]),
+            "optimizer": float(optimizer[rank]),
+            "activations": activations,
+            "recomputed": transient,
+            "logits": head,
+            "gathered": gathered,
         }
         kinds.append(kind)
         totals.append(sum(kind.values()))

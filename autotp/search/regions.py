@@ -89,14 +89,20 @@ class _Regions:
 
     def _works(self, node: fx.Node) -> bool:
         """Does it compute something, outside of products?"""
-        return node in self.source and self.source[node] is node and node not in self.anchors and node.op in ("call_function", "call_module")
+        return (
+            node in self.source
+            and self.source[node] is node
+            and node not in self.anchors
+            and node.op in ("call_function", "call_module")
+        )
 
     def _leaves_region(self, node: fx.Node) -> bool:
         base = self.source[node]
         if not self._works(base):
             return True
         return any(
-            u.op == "output" or (has_tensor(u) and self.source.get(u) is u and self.region.get(u) is not self.region[base])
+            u.op == "output"
+            or (has_tensor(u) and self.source.get(u) is u and self.region.get(u) is not self.region[base])
             for u in node.users
         )
 
@@ -141,7 +147,11 @@ class _Regions:
             return False
         if node.op == "call_module":
             module: Any = self.index.captured.skeleton.get_submodule(str(node.target))
-            return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 and self.index.captured.training
+            return (
+                isinstance(module, torch.nn.modules.dropout._DropoutNd)
+                and module.p > 0
+                and self.index.captured.training
+            )
         args = node.meta.get("args", ())
         p = node.meta.get("kwargs", {}).get("p", args[1] if len(args) > 1 else 0.5)
         training = node.meta.get("kwargs", {}).get("training", args[2] if len(args) > 2 else True)
@@ -187,7 +197,9 @@ class _Regions:
         how, _ = facts.linear
         if how == "joint" or len(operands) < 2:
             return []
-        return [o for o in operands if any(p is not o and p.meta.get("grad") for p in operands)] or operands[:1]
+        return [o for o in operands if any(p is not o and p.meta.get("grad") for p in operands)] or operands[
+            :1
+        ]
 
     def _written_for(self, node: fx.Node) -> list[fx.Node]:
         """The values in memory from which `node` can be made again without a product."""

@@ -8,19 +8,29 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from .find import SearchResult
 from .predict import Prediction
+from .result import SearchResult
 
 
 def plans_table(plans: Sequence[Prediction], title: str, numbered: bool = True) -> Table:
     """A plan a row: degrees, step, where the time goes, memory."""
     generate = any(p.prefill_time is not None for p in plans)
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", border_style="bright_black")
-    kinds = [k for k in (plans[0].breakdown if plans else ()) if any(p.breakdown[k] >= 0.005 * p.step_time for p in plans)]
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        border_style="bright_black",
+    )
+    kinds = [
+        k
+        for k in (plans[0].breakdown if plans else ())
+        if any(p.breakdown[k] >= 0.005 * p.step_time for p in plans)
+    ]
     if numbered:
         table.add_column("#", justify="right")
     table.add_column("configuration", no_wrap=True)
-    for name in (["token", "prefill", "tokens/s", "fit"] if generate else ["step", "tokens/s"]):
+    for name in ["token", "prefill", "tokens/s", "fit"] if generate else ["step", "tokens/s"]:
         table.add_column(name, justify="right", no_wrap=True)
     for kind in kinds:
         table.add_column(_short(kind), justify="right")
@@ -40,7 +50,13 @@ def plans_table(plans: Sequence[Prediction], title: str, numbered: bool = True) 
 
 def prediction_table(p: Prediction) -> Table:
     """One prediction: seconds and bytes by what they go to."""
-    table = Table(title=str(p.config), title_justify="left", title_style="bold", header_style="bold", border_style="bright_black")
+    table = Table(
+        title=str(p.config),
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        border_style="bright_black",
+    )
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("share", justify="right")
@@ -53,7 +69,9 @@ def prediction_table(p: Prediction) -> Table:
     table.add_row("tokens/s", f"{p.tokens_per_second:,.0f}", "")
     table.add_section()
     full = Text(f"{p.peak_memory / 1e9:.2f} GB", "" if p.fits else "bold red")
-    table.add_row("memory of the fullest stage", full, f"{p.peak_memory / p.capacity:.1%} of {p.capacity / 1e9:.1f} GB")
+    table.add_row(
+        "memory of the fullest stage", full, f"{p.peak_memory / p.capacity:.1%} of {p.capacity / 1e9:.1f} GB"
+    )
     for kind, size in p.memory_breakdown.items():
         if size:
             table.add_row(f"  {kind}", f"{size / 1e9:.2f} GB", f"{size / p.peak_memory:.1%}")
@@ -79,8 +97,12 @@ def seconds(t: float) -> str:
 
 
 def _short(kind: str) -> str:
-    return kind.replace("tensor-parallel communication", "tp comm").replace("data-parallel communication", "dp comm").replace(
-        "pipeline bubble and sends", "bubble").replace("pipeline sends", "sends")
+    return (
+        kind.replace("tensor-parallel communication", "tp comm")
+        .replace("data-parallel communication", "dp comm")
+        .replace("pipeline bubble and sends", "bubble")
+        .replace("pipeline sends", "sends")
+    )
 
 
 def trace(p: Prediction) -> str:
@@ -93,9 +115,17 @@ def trace(p: Prediction) -> str:
     ]
     events += [
         {
-            "ph": "X", "pid": 0, "tid": rank, "name": f"{names[a.kind]} {a.microbatch}", "cat": names[a.kind],
-            "ts": start * 1e6, "dur": (end - start) * 1e6, "args": {"stage": a.stage, "microbatch": a.microbatch},
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "name": f"{names[a.kind]} {a.microbatch}",
+            "cat": names[a.kind],
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+            "args": {"stage": a.stage, "microbatch": a.microbatch},
         }
         for rank, a, start, end in rows
     ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"configuration": str(p.config)}})
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"configuration": str(p.config)}}
+    )

@@ -100,7 +100,11 @@ def simulate(
     order = orders(schedule, ranks, microbatches, stages // ranks)
     late = [b / 2 for b in backward] if weights is None else list(weights)
     split = schedule == "zero-bubble"
-    length = {"F": list(forward), "B": [b - w if split else b for b, w in zip(backward, late, strict=True)], "W": late}
+    length = {
+        "F": list(forward),
+        "B": [b - w if split else b for b, w in zip(backward, late, strict=True)],
+        "W": late,
+    }
     ready: dict[tuple[str, int, int], float] = {}
     clock, at, busy = [0.0] * ranks, [0] * ranks, [0.0] * ranks
     rows = []

@@ -13,8 +13,8 @@ import numpy as np
 from . import memory
 from .cluster import Cluster, send
 from .cost import Setting, loss_time, ring_time, unit_passes
-from .counts import Shares, Workload
 from .predict import RECOMPUTE, Config, cut, data_parallel
+from .workload import Shares, Workload
 
 Array = np.ndarray
 
@@ -43,8 +43,18 @@ class Table:
         """One row as a configuration."""
         v = {f.name: int(getattr(self, f.name)[row]) for f in fields(self)}
         return Config(
-            v["tp"], v["pp"], v["dp"], v["cp"], batch, v["micro_batch"], RECOMPUTE[v["recompute"]], v["zero"], v["virtual"],
-            bool(v["sp"]), "interleaved" if v["virtual"] > 1 else schedule, dtype,
+            v["tp"],
+            v["pp"],
+            v["dp"],
+            v["cp"],
+            batch,
+            v["micro_batch"],
+            RECOMPUTE[v["recompute"]],
+            v["zero"],
+            v["virtual"],
+            bool(v["sp"]),
+            "interleaved" if v["virtual"] > 1 else schedule,
+            dtype,
         )
 
 
@@ -97,27 +107,46 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
     microbatches = batch / (table.dp * table.micro_batch)
     width = max((u.output for u in workload.units if u.layer), default=0.0) * s.width
     crossing = width * table.micro_batch / table.cp / np.where(table.sp > 0, table.tp, 1)
-    hop = np.where(table.pp > 1, send(cluster, table.tp * table.dp * table.cp, crossing) * (1 - cluster.software.pp_overlap), 0.0)
+    hop = np.where(
+        table.pp > 1,
+        send(cluster, table.tp * table.dp * table.cp, crossing) * (1 - cluster.software.pp_overlap),
+        0.0,
+    )
     longest_sent = longest + 2 * hop * table.virtual
-    pipeline = microbatches * longest_sent + (total - longest + 2 * hop * table.virtual * (table.pp - 1)) / table.virtual
-    data, optimizer = data_parallel(cluster, table.tp, table.dp * table.cp, table.zero, params, backward, longest, microbatches, dtype)
+    pipeline = (
+        microbatches * longest_sent
+        + (total - longest + 2 * hop * table.virtual * (table.pp - 1)) / table.virtual
+    )
+    data, optimizer = data_parallel(
+        cluster, table.tp, table.dp * table.cp, table.zero, params, backward, longest, microbatches, dtype
+    )
     step = cluster.software.step_ms * 1e-3
     time = pipeline + data + optimizer + step
     flight = _in_flight(table, microbatches)
-    weights, gradients, state = memory.state(params, table.dp * table.cp, table.zero, cluster.software.gradient_bytes, dtype)
+    weights, gradients, state = memory.state(
+        params, table.dp * table.cp, table.zero, cluster.software.gradient_bytes, dtype
+    )
     biggest = np.max([Shares(u.params).local(table.tp) for u in workload.units], axis=0)
     gathered = np.where(table.zero >= 3, 4.0 * biggest, 0.0)
     activations = np.maximum(first_kept * flight, last_kept + head[of])
     base = weights + gradients + state + gathered
     return Costs(
-        time, base + activations + passing,
+        time,
+        base + activations + passing,
         {
-            "compute": microbatches * (longest - sending), "tensor-parallel communication": microbatches * sending,
-            "pipeline bubble and sends": pipeline - microbatches * longest, "data-parallel communication": data,
-            "optimizer": optimizer, "fixed per step": np.full(len(table), step),
+            "compute": microbatches * (longest - sending),
+            "tensor-parallel communication": microbatches * sending,
+            "pipeline bubble and sends": pipeline - microbatches * longest,
+            "data-parallel communication": data,
+            "optimizer": optimizer,
+            "fixed per step": np.full(len(table), step),
         },
         {
-            "weights": weights, "gradients": gradients, "optimizer": state, "activations": activations, "recomputed": passing,
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer": state,
+            "activations": activations,
+            "recomputed": passing,
             "gathered": gathered,
         },
     )
