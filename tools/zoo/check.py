@@ -67,7 +67,7 @@ def check(cls: str, model_type: str, say: Callable[[str], None] = lambda what: N
 
 def portable(text: str) -> str:
     """The text with paths as they are on any machine."""
-    return re.sub(r"/[^\s:()]*/(?:site-packages|tools|(?=autotp/))", "", text)
+    return re.sub(r"/[^\s:()]*/(?:site-packages/|tools/|(?=autotp/))", "", text)
 
 
 def _prefixed(say: Callable[[str], None], prefix: str, what: str) -> None:
@@ -189,9 +189,10 @@ def _has_gradients(model: nn.Module, inputs: Row) -> bool:
     """Whether the whole model trains: some of them have no backward, or one that gives NaN."""
     model.zero_grad()
     try:
-        sum(t.double().pow(2).mean() for t in tensors(model(**inputs)) if t.requires_grad).backward()
-        return all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    except (RuntimeError, NotImplementedError, AttributeError):
+        losses = [t.double().pow(2).mean() for t in tensors(model(**inputs)) if t.requires_grad]
+        torch.stack(losses).sum().backward()
+        return all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+    except (RuntimeError, NotImplementedError):
         return False
     finally:
         model.zero_grad()

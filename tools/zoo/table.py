@@ -106,17 +106,12 @@ def _line(row: Row) -> str:
         if k in d["errors"]
     ]
     worst = f"{max(errors):.0e}" if errors else "–"
-    padded = (
-        "–"
-        if not any("errors" in d for d in degrees)
-        else "yes"
-        if all("padded" in d.get("errors", {}) for d in degrees)
-        else "no"
-    )
+    padded = "yes" if all("padded" in d.get("errors", {}) for d in degrees) else "–"
     why = re.sub(r"\s+", " ", row.get("why", "")).replace("|", "\\|")
     why = why if len(why) <= 200 else why[:197] + "…"
-    why = re.sub(r"[<>*_]", lambda m: "\\" + m[0], why)
-    return f"| {row['class']} | {row['outcome']} | {sharded} | {worst} | {padded} | {row['seconds']:.0f} | {why} |"
+    why = re.sub(r"([<>*_])", r"\\\1", why)
+    cells = [row["class"], row["outcome"], sharded, worst, padded, f"{row['seconds']:.0f}", why]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> int:
