@@ -76,7 +76,15 @@ def parallelize(
         raise (outcome if isinstance(outcome, BaseException) else error) from None
     assert decided is not None
     same_weights(model, ranks)
-    rewrite(model, decided, ranks)
+    outcome = "rewritten"
+    try:
+        rewrite(model, decided, ranks)
+    except Exception as error:  # out of memory, say: the others must not wait for this rank in their first forward
+        outcome = error
+    try:
+        agree(ranks, outcome)
+    except AutotpError as error:
+        raise (outcome if isinstance(outcome, BaseException) else error) from None
     if ranks.size > 1:
         synchronise_generation(model, ranks)
         synchronise_rng(model, ranks)

@@ -199,14 +199,11 @@ def _different_tokens(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _worst_step(got: dict[str, Any], whole: dict[str, Any]) -> tuple[float, str]:
     """AdamW moves every weight by about its learning rate: compare the moves, not the weights."""
+    moves = {k: (v.double() - whole["state"][k].double()).abs() for k, v in whole["step"].items() if v.numel()}
+    scale = max(float(move.max()) for move in moves.values())
     worst = (0.0, "")
-    scale = max(
-        float((whole["step"][k].double() - v.double()).abs().max())
-        for k, v in whole["state"].items()
-        if v.numel()
-    )
-    for name, want in whole["step"].items():
-        if want.numel():
-            difference = float((got["step"][name].double() - want.double()).abs().max()) / max(scale, 1e-30)
-            worst = max(worst, (difference, name))
+    for name in moves:
+        difference = (got["step"][name].double() - whole["step"][name].double()).abs().max()
+        error = float(difference) / max(scale, 1e-30)
+        worst = max(worst, (error if error == error else float("inf"), name))  # NaN is no match
     return worst
