@@ -289,8 +289,6 @@ def layer_kind(index: GraphIndex, node: fx.Node) -> str:
     if issubclass(cls, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         return "conv" if module.groups == module.in_channels > 1 else "other"
-    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
-        return "other"  # projections of their own widths
     for kind, classes in {
         "embedding": (nn.Embedding,),
         "norm": (nn.LayerNorm, nn.RMSNorm),

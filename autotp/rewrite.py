@@ -23,7 +23,7 @@ from .comm import Comm
 from .errors import AutotpError, PlanError
 from .generation import ParallelDropout, RegionRng, has_dropout
 from .layers import shard_parameter
-from .layouts import Layout, ParamLayout, local_size
+from .layouts import Layout, ParamLayout, local_size, shrink
 from .outputs import LookedAt, Request, ShowWhole
 from .patch import SitePatch, patch_forward
 from .plan import Collective, LayerPlan, Plan
@@ -174,7 +174,12 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
         layers.make_depthwise_conv(module, layout("weight", 0), comm)
     elif layer.kind == "attention":
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
-        layers.make_attention(module, layout("in_proj_weight", 0), comm, reduce=how, enter=False)
+        if getattr(module, "in_proj_weight", None) is not None:
+            heads = layout("in_proj_weight", 0)
+        else:  # keys and values of their own widths
+            assert isinstance(module, nn.MultiheadAttention)
+            heads = shrink(layout("q_proj_weight", 0), module.head_dim, "the heads of nn.MultiheadAttention")
+        layers.make_attention(module, heads, comm, reduce=how, enter=False)
     elif layer.kind == "dropout":
         ParallelDropout.swap(module, comm)
     else:

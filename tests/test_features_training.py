@@ -248,13 +248,8 @@ def test_copies_names_loading_and_saving(tmp_path: Path) -> None:
         model.load_state_dict({k: v * 0.5 for k, v in state.items()})
         halved = autotp.full_state_dict(model)
         assert all(torch.equal(halved[k], v * 0.5) for k, v in state.items())
-        for call in (
-            lambda: model.save_pretrained(tmp_path / "none"),
-            lambda: model.save_pretrained(tmp_path / "none", state_dict=model.state_dict()),
-            lambda: model.resize_token_embeddings(300),
-        ):
-            with pytest.raises(AutotpError, match="full_state_dict|before autotp.parallelize"):
-                call()
+        with pytest.raises(AutotpError, match="before autotp.parallelize"):
+            model.resize_token_embeddings(300)
         model.save_pretrained(tmp_path / str(model.autotp.comm.rank), state_dict=dict(saved))
         return saved, forward_and_grads(twin, inputs)
 
@@ -264,4 +259,3 @@ def test_copies_names_loading_and_saving(tmp_path: Path) -> None:
         assert_same_grads(grads, want_grads)
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(rank), dtype=torch.float64).eval()
         assert_close(logits_of(loaded(**inputs)).detach(), want)
-    assert not (tmp_path / "none").exists()
