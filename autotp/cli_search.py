@@ -81,7 +81,9 @@ def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]
         layers: LayersOption = None,
         as_json: JsonOption = False,
     ) -> None:
-        """Find the best degrees for a cluster: every configuration timed and weighed. Needs no weights and no GPU."""
+        """Find the best degrees for a cluster: every configuration timed and weighed. Needs no weights and no
+        GPU.
+        """
         guarded(
             context.obj,
             lambda: _search(
@@ -156,7 +158,9 @@ def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]
             float, typer.Option("--seconds", min=1.0, help="How long to measure, about.")
         ] = 60.0,
     ) -> None:
-        """Measure this machine: matrix products by shape, memory, launches, collectives. Writes a cluster file."""
+        """Measure this machine: matrix products by shape, memory, launches, collectives. Writes a cluster
+        file.
+        """
         guarded(context.obj, lambda: _calibrate(out, seconds))
 
 

@@ -2,6 +2,7 @@
 
 from .cluster import Cluster as Cluster
 from .cluster import load as load_cluster
+from .counts import count as count
 from .find import choose_degrees as choose_degrees
 from .find import search as search
 from .predict import Config as Config
@@ -9,7 +10,6 @@ from .predict import Prediction as Prediction
 from .predict import predict as predict
 from .result import SearchResult as SearchResult
 from .workload import Workload as Workload
-from .workload import count as count
 
 __all__ = [
     "Cluster",

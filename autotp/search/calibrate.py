@@ -1,7 +1,8 @@
 """Measure the machine this runs on, and write it down as a cluster.
 
-Matrix products by shape give peak and the efficiency curve; a copy gives memory bandwidth; tiny operations give what a kernel
-and its launch cost; with several GPUs, all-reduces by size and number of ranks give the link. Works on the CPU, too.
+Matrix products by shape give peak and the efficiency curve; a copy gives memory bandwidth; tiny operations
+give what a kernel and its launch cost; with several GPUs, all-reduces by size and number of ranks give the
+link. Works on the CPU, too.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ SHIPPED = Path(__file__).parent.parent / "clusters"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. peak: dtype -> TFLOP/s. Of a matrix product [m, k] @ [k, n] it reaches the fraction
-    `matmul * m/(m+half_m) * n/(n+half_n) * k/(k+half_k)`; of its memory's bandwidth `stream`, with `kernel_us` to start a
-    kernel. The slower of the two decides, smoothed by the exponent `sharp`. attention: fraction of peak of a fused attention.
-    sustained: what is left of matmul speed in hours of training, by heat and power.
+    """One device. peak: dtype -> TFLOP/s. Of a matrix product [m, k] @ [k, n] it reaches the fraction `matmul
+    * m/(m+half_m) * n/(n+half_n) * k/(k+half_k)`; of its memory's bandwidth `stream`, with `kernel_us` to
+    start a kernel. The slower of the two decides, smoothed by the exponent `sharp`. attention: fraction of
+    peak of a fused attention. sustained: what is left of matmul speed in hours of training, by heat and
+    power.
     """
 
     name: str
@@ -46,11 +47,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A level of interconnect: groups of up to `size` GPUs. bandwidth: GB/s of one GPU in one direction, as measured.
+    """A level of interconnect: groups of up to `size` GPUs. bandwidth: GB/s of one GPU in one direction, as
+    measured.
 
-    A collective over n ranks takes `latency_us + per_rank_us * n + root_us * sqrt(MiB) + f * bytes / bandwidth`, where f is
-    the share of the tensor that a ring sends, (n-1)/n (twice for an all-reduce). switch_reduce: {ranks: bandwidth} of an
-    all-reduce that the switch itself sums (NVLS), from so many ranks on.
+    A collective over n ranks takes `latency_us + per_rank_us * n + root_us * sqrt(MiB) + f * bytes /
+    bandwidth`, where f is the share of the tensor that a ring sends, (n-1)/n (twice for an all-reduce).
+    switch_reduce: {ranks: bandwidth} of an all-reduce that the switch itself sums (NVLS), from so many ranks
+    on.
     """
 
     name: str
@@ -65,14 +68,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """How the training program behaves. fused_attention: false for software of before 2022, which wrote the score matrix.
+    """How the training program behaves. fused_attention: false for software of before 2022, which wrote the
+    score matrix.
 
-    launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times that. tp_overlap,
-    dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide behind computation. grouped_zero3: false where
-    ZeRO-3 brings every weight to every GPU over its own network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is
-    accumulated and reduced. reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model.
-    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle: by how much
-    launch-bound ranks of tp=8 hold each other up. overlap_sharp: how sharply a pass turns from
+    launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times
+    that. tp_overlap, dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide
+    behind computation. grouped_zero3: false where ZeRO-3 brings every weight to every GPU over its own
+    network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is accumulated and reduced.
+    reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model. hop_us: what
+    a pipeline stage waits for its neighbour each time, beside the bytes.
+    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle:
+    by how much launch-bound ranks of tp=8 hold each other up. overlap_sharp: how sharply a pass turns from
     launch-bound to compute-bound. traffic: bytes that the regions between products really move, over those of
     perfect fusion.
     """
@@ -87,6 +93,7 @@ class Software:
     dp_overlap: float = 0.0
     pp_overlap: float = 0.0
     zero3_overlap: float = 0.7
+    hop_us: float = 50.0
     grouped_zero3: bool = True
     gradient_bytes: float = 4.0
     reserve: float = 1.0
@@ -95,7 +102,8 @@ class Software:
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes. node: GPUs of one. links: from the innermost level outwards; the last spans everything."""
+    """GPUs in nodes. node: GPUs of one. links: from the innermost level outwards; the last spans everything.
+    """
 
     name: str
     gpu: Gpu
@@ -126,7 +134,9 @@ class Cluster:
 
 
 def load(source: str | Cluster) -> Cluster:
-    """A cluster by name, or from a YAML file; `:8` after either means eight nodes. Raises SearchError, naming what there is."""
+    """A cluster by name, or from a YAML file; `:8` after either means eight nodes. Raises SearchError, naming
+    what there is.
+    """
     if isinstance(source, Cluster):
         return source
     name, _, nodes = source.partition(":")
@@ -175,7 +185,9 @@ def _make(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
 
 # ---------------------------------------------------------------- collectives
 def collective(link: Link, kind: str, ranks: Any, size: Any) -> np.ndarray:
-    """Seconds of a `reduce` (all-reduce), `scatter` (reduce-scatter) or `gather` of `size` bytes over `ranks` of one group."""
+    """Seconds of a `reduce` (all-reduce), `scatter` (reduce-scatter) or `gather` of `size` bytes over `ranks`
+    of one group.
+    """
     n, size = np.asarray(ranks, float), np.asarray(size, float)
     bandwidth = np.where(n <= 2, link.bandwidth * link.two_ranks, link.bandwidth)
     if kind == "reduce":
@@ -190,10 +202,11 @@ def collective(link: Link, kind: str, ranks: Any, size: Any) -> np.ndarray:
 
 
 def spread(cluster: Cluster, kind: str, ranks: Any, stride: Any, size: Any) -> np.ndarray:
-    """Seconds of a collective over `ranks` GPUs that are `stride` apart: inside the node first, then between nodes.
+    """Seconds of a collective over `ranks` GPUs that are `stride` apart: inside the node first, then between
+    nodes.
 
-    Hierarchical: reduce-scatter inside, all-reduce of the parts between, all-gather inside. All the groups of a node run at
-    once, so each GPU has its own share of the network.
+    Hierarchical: reduce-scatter inside, all-reduce of the parts between, all-gather inside. All the groups of
+    a node run at once, so each GPU has its own share of the network.
     """
     ranks, stride = np.asarray(ranks, float), np.asarray(stride, float)
     inside = np.clip(cluster.links[0].size / stride, 1, ranks)
@@ -206,9 +219,10 @@ def spread(cluster: Cluster, kind: str, ranks: Any, stride: Any, size: Any) -> n
 
 
 def send(cluster: Cluster, stride: Any, size: Any) -> np.ndarray:
-    """Seconds to send `size` bytes to the GPU `stride` away."""
+    """Seconds that a pipeline stage is held up by sending `size` bytes to the GPU `stride` away."""
     stride = np.asarray(stride)
     outside = (stride >= cluster.links[0].size) & (len(cluster.links) > 1)
     inner, outer = cluster.links[0], cluster.links[-1]
     bandwidth = np.where(outside, outer.bandwidth, inner.bandwidth)
-    return 10e-6 + np.asarray(size, float) / (bandwidth * 1e9)
+    software = cluster.software
+    return software.hop_us * 1e-6 + np.asarray(size, float) / (bandwidth * 1e9) * (1 - software.pp_overlap)

@@ -1,11 +1,13 @@
 """Seconds of each unit of a model on one rank, for many configurations at once.
 
-All functions take arrays of tensor-parallel degrees, micro-batch sizes and so on, of one shape, and give arrays of it.
+All functions take arrays of tensor-parallel degrees, micro-batch sizes and so on, of one shape, and give
+arrays of it.
 
-* A matrix product [m, k] @ [k, n] reaches a fraction of peak that falls for small m, n and k, and can't be faster than its
-  bytes: time = ((flops / (peak * fraction))^q + (bytes / stream)^q)^(1/q) + start. The small k is what makes tensor
-  parallelism cost something even without communication.
-* Regions between products cost their bytes. An attention is fused (flops) or not (two products and the score matrix).
+* A matrix product [m, k] @ [k, n] reaches a fraction of peak that falls for small m, n and k, and can't be
+  faster than its bytes: time = ((flops / (peak * fraction))^q + (bytes / stream)^q)^(1/q) + start. The small
+  k is what makes tensor parallelism cost something even without communication.
+* Regions between products cost their bytes. An attention is fused (flops) or not (two products and the score
+  matrix).
 * A pass over a unit takes no less than the host needs to launch its kernels.
 * Tensor-parallel collectives are exposed, but for the share that the software overlaps.
 """
@@ -31,8 +33,8 @@ _DROPOUT, _DROPOUT_BACK = 2.5, 2.5
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one micro-batch. Computation and exposed tensor-parallel communication, forward and backward; `again`: the
-    forward parts that selective recomputation runs again in the backward."""
+    """Seconds of one micro-batch. Computation and exposed tensor-parallel communication, forward and
+    backward; `again`: the forward parts that selective recomputation runs again in the backward."""
 
     forward: Array
     backward: Array
@@ -43,7 +45,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cost of a unit depends on. Arrays of one shape: tp, micro_batch, sequence_parallel (0 or 1), cp.
+    """What the cost of a unit depends on. Arrays of one shape: tp, micro_batch, sequence_parallel (0 or 1),
+    cp.
 
     dtype: of products; fused: whether attentions are. kept: bytes of an element of an activation.
     """
@@ -190,14 +193,16 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
 
 
 def _overlapped(device: Array, host: Array, cluster: Cluster) -> Array:
-    """Seconds of a pass that the device computes while the host launches: the longer of the two, and more where they are
-    alike, since each then waits for the other at times."""
+    """Seconds of a pass that the device computes while the host launches: the longer of the two, and more
+    where they are alike, since each then waits for the other at times."""
     q = cluster.software.overlap_sharp
     return (device**q + host**q) ** (1 / q)
 
 
 def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, Array]:
-    """Seconds of a cross-entropy on the logits, forward and backward: in 32 bits, over vocabulary-parallel parts."""
+    """Seconds of a cross-entropy on the logits, forward and backward: in 32 bits, over vocabulary-parallel
+    parts.
+    """
     local = workload.logits.local(s.tp, 1) * s.micro_batch / s.cp
     stream = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
     sent = collective(cluster.links[0], "reduce", s.tp, 4.0 * workload.seq * s.micro_batch / s.cp)
@@ -205,8 +210,8 @@ def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, 
 
 
 def ring_time(cluster: Cluster, units: Iterable[Unit], s: Setting) -> Array:
-    """Seconds of context parallelism for one pass over a unit: keys and values go round, each hop behind its computation but
-    for the first; none where cp is 1."""
+    """Seconds of context parallelism for one pass over a unit: keys and values go round, each hop behind its
+    computation but for the first; none where cp is 1."""
     total = np.zeros(s.tp.shape)
     for unit in units:
         for a in unit.attentions:

@@ -1,17 +1,19 @@
-"""What a model's run consists of, counted on its captured graph: products, memory traffic, saved values, collectives.
+"""What a model's run consists of, counted on its captured graph: products, memory traffic, saved values,
+collectives.
 
     workload = count(model, seq=4096)      # one sequence; everything grows with the number of sequences
 
-Nothing here knows an architecture. The graph says which operations multiply and how large, the axes say what tensor
-parallelism divides, and a model of a hundred layers is counted on one layer of each kind (`shorten.py`).
+Nothing here knows an architecture. The graph says which operations multiply and how large, the axes say what
+tensor parallelism divides, and a model of a hundred layers is counted on one layer of each kind
+(`shorten.py`).
 
-* A *product* is an operation that sums over an axis of two tensors. A softmax between two products, or the fused operation,
-  is an *attention*, whatever the kernel.
-* Everything else between products is fused into *regions*: operations of one unit with the same number of products before
-  them. A region reads what others wrote, and writes what others read.
-* *Saved* for the backward are the activations that products multiply with a weight, the operands of attentions, and what
-  nonlinear operations need, looked up where it was last written to memory. On a GPT layer that gives the 34 bytes per token
-  and hidden unit of Korthikanti et al. (2022).
+* A *product* is an operation that sums over an axis of two tensors. A softmax between two products, or the
+  fused operation, is an *attention*, whatever the kernel.
+* Everything else between products is fused into *regions*: operations of one unit with the same number of
+  products before them. A region reads what others wrote, and writes what others read.
+* *Saved* for the backward are the activations that products multiply with a weight, the operands of
+  attentions, and what nonlinear operations need, looked up where it was last written to memory. On a GPT
+  layer that gives the 34 bytes per token and hidden unit of Korthikanti et al. (2022).
 
 What comes out is a `Workload` (`workload.py`).
 """
@@ -42,10 +44,11 @@ from .workload import Attention, Message, Product, Shares, Unit, Workload
 
 
 def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] | None = None) -> Workload:
-    """Count one run of `model` over one sequence of `seq` tokens. Meta tensors will do, and all is in the model's own order.
+    """Count one run of `model` over one sequence of `seq` tokens. Meta tensors will do, and all is in the
+    model's own order.
 
-    example: inputs of batch 1, for models that don't take token ids. Raises SearchError where the model has no sequence to
-    size, CaptureError where it can't be recorded.
+    example: inputs of batch 1, for models that don't take token ids. Raises SearchError where the model has
+    no sequence to size, CaptureError where it can't be recorded.
     """
     small = None if example is not None or seq is None else _inputs(model, None)
     inputs = dict(example) if example is not None else _inputs(model, seq)
@@ -89,7 +92,9 @@ def _inputs(model: nn.Module, seq: int | None) -> dict[str, Any]:
 
 
 def _analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, Any] | None) -> Analysis:
-    """The graph at the size of `inputs`, with the axes chosen on `small` ones: those `parallelize` would choose."""
+    """The graph at the size of `inputs`, with the axes chosen on `small` ones: those `parallelize` would
+    choose.
+    """
     twin = hollow(model)
     try:
         found = analyse(twin.train(), 2, small or inputs)  # in training, dropout is part of the run
@@ -126,7 +131,9 @@ class _Counter:
         self._make_units()
 
     def _split_leaves(self) -> set[Any]:
-        """The leaves that are divided; with a group's heads also the queries of each, once the groups are used up."""
+        """The leaves that are divided; with a group's heads also the queries of each, once the groups are
+        used up.
+        """
         chosen = set(self.found.choice.flows)
         for attention in self.structure.attentions:
             if attention.heads & chosen:
@@ -134,12 +141,13 @@ class _Counter:
         return chosen
 
     def _vocabulary(self) -> set[Any]:
-        """The axis of the logits, where the planner keeps it whole for the price of gathering them: a loss over parts of the
-        vocabulary needs no gather, so in training it is split."""
+        """The axis of the logits, where the planner keeps it whole for the price of gathering them: a loss
+        over parts of the vocabulary needs no gather, so in training it is split."""
         node = self._head()
         while node is not None and node not in self.uses and self.index.operands.get(node):
             node = self.index.operands[node][0].node
-        made = {a for use in self.uses.get(node, ()) for a in use.made if a.size > 1} - self.split
+        uses = self.uses[node] if node is not None else []
+        made = {a for use in uses for a in use.made if a.size > 1} - self.split
         return {a for a in made if not follow(self.index, a).problems}
 
     # ---------------------------------------------------------------- units
@@ -214,7 +222,9 @@ class _Counter:
 
     # ---------------------------------------------------------------- operations
     def _attentions(self) -> dict[fx.Node, set[fx.Node]]:
-        """By the node that gives an attention's result, the nodes that make it up; and the attentions of the units."""
+        """By the node that gives an attention's result, the nodes that make it up; and the attentions of the
+        units.
+        """
         cores: dict[fx.Node, set[fx.Node]] = {}
         for attention in self.structure.attentions:
             node = attention.node

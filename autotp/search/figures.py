@@ -1,4 +1,6 @@
-"""Figures of a search, by matplotlib (`pip install 'autotp[plot]'`): each function gives a figure, to save as PNG or SVG."""
+"""Figures of a search, by matplotlib (`pip install 'autotp[plot]'`): each function gives a figure, to save as
+PNG or SVG.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def breakdown(plans: Sequence[Prediction]) -> Any:
 
 
 def pipeline(p: Prediction) -> Any:
-    """Who computes what when, a row a pipeline rank (the beginning of the step). Raises SearchError without a pipeline."""
+    """Who computes what when, a row a pipeline rank (the beginning of the step). Raises SearchError without a
+    pipeline.
+    """
     if p.timeline is None:
         raise SearchError(f"{p.config}: no pipeline was simulated (pp=1, or too many actions to draw).")
     figure, axes = _axes(10, 0.8 + 0.3 * p.config.pp)
@@ -92,7 +96,9 @@ def pipeline(p: Prediction) -> Any:
 
 
 def memory(p: Prediction) -> Any:
-    """Memory of each pipeline rank over the step: activations come with each forward and go with each backward."""
+    """Memory of each pipeline rank over the step: activations come with each forward and go with each
+    backward.
+    """
     if p.timeline is None:
         raise SearchError(f"{p.config}: no pipeline was simulated (pp=1, or too many actions to draw).")
     figure, axes = _axes(8, 4)

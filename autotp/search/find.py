@@ -1,4 +1,6 @@
-"""The search: every configuration of a cluster, timed and weighed; the best, the front, and why the others are not it."""
+"""The search: every configuration of a cluster, timed and weighed; the best, the front, and why the others
+are not it.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def search(
 ) -> SearchResult:
     """The best configurations of `model` on all GPUs of `cluster`, for `batch` sequences of `seq` tokens.
 
-    In `generate`, batch is the number of sequences served at once. fixed: degrees and choices to hold, named as for
-    `predict`, e.g. {"tp": 8, "zero": 1}. Raises SearchError where the request makes no sense; a result without plans says
-    why nothing fits when `best` is asked for.
+    In `generate`, batch is the number of sequences served at once. fixed: degrees and choices to hold, named
+    as for `predict`, e.g. {"tp": 8, "zero": 1}. Raises SearchError where the request makes no sense; a result
+    without plans says why nothing fits when `best` is asked for.
     """
     machine = load(cluster)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
@@ -271,10 +273,12 @@ def choose_degrees(
     mode: str = "train",
     **fixed: Any,
 ) -> dict[str, int]:
-    """Degrees for the processes there are: {"tp": ..., "pp": ..., "dp": ...}, for `parallelize(model, tp="auto")`.
+    """Degrees for the processes there are: {"tp": ..., "pp": ..., "dp": ...}, for `parallelize(model,
+    tp="auto")`.
 
-    cluster: what they run on; by default the shipped one whose GPU this process sees, or the CPU host. batch: sequences of a
-    step, by default one a process. fixed: degrees that are given. Raises SearchError where nothing fits.
+    cluster: what they run on; by default the shipped one whose GPU this process sees, or the CPU host. batch:
+    sequences of a step, by default one a process. fixed: degrees that are given. Raises SearchError where
+    nothing fits.
     """
     from dataclasses import replace
 

@@ -23,10 +23,11 @@ WORKSPACE = 2e9  # bytes of activations and buffers of a serving engine
 def generation(
     workload: Workload, cluster: Cluster, c: Config
 ) -> tuple[float, float, int, tuple[float, ...], dict[str, float], dict[str, float]]:
-    """Seconds per token, seconds of the prefill, sequences that fit, bytes per stage, bytes by kind, seconds by kind.
+    """Seconds per token, seconds of the prefill, sequences that fit, bytes per stage, bytes by kind, seconds
+    by kind.
 
-    `c.batch` sequences are shared out over dp replicas; of each, `workload.seq` tokens are in the cache. One token passes
-    through all stages: pp adds memory, not speed.
+    `c.batch` sequences are shared out over dp replicas; of each, `workload.seq` tokens are in the cache. One
+    token passes through all stages: pp adds memory, not speed.
     """
     if c.batch % c.dp:
         raise SearchError(f"batch={c.batch} over dp={c.dp} replicas: give a multiple.")
@@ -62,7 +63,9 @@ def _run(workload: Workload, units):
 
 
 def decode_units(workload: Workload) -> list[Unit]:
-    """The units as one new token sees them: one row where there was a sequence, the keys and values all there."""
+    """The units as one new token sees them: one row where there was a sequence, the keys and values all
+    there.
+    """
     n = workload.seq
 
     def per_token(shares):
@@ -85,7 +88,9 @@ def decode_units(workload: Workload) -> list[Unit]:
 
 
 def _pass(cluster: Cluster, unit: Unit, s: Setting, last: bool, seq: int) -> tuple[float, float]:
-    """Seconds of a forward over a unit (of the last one, the head, for one token per sequence), and of its communication."""
+    """Seconds of a forward over a unit (of the last one, the head, for one token per sequence), and of its
+    communication.
+    """
     total = np.zeros(1)
     for p in unit.products:
         total = total + product_time(cluster, replace(p, rows=p.rows / seq) if last else p, s)[0]
@@ -97,7 +102,9 @@ def _pass(cluster: Cluster, unit: Unit, s: Setting, last: bool, seq: int) -> tup
 
 
 def decode(cluster: Cluster, unit: Unit, s: Setting, workload: Workload) -> tuple[float, float, float]:
-    """Seconds of one token for each sequence, of one unit: products and regions, reading the cache, communication."""
+    """Seconds of one token for each sequence, of one unit: products and regions, reading the cache,
+    communication.
+    """
     compute = np.zeros(1)
     for p in unit.products:
         compute = compute + _token_product(cluster, p, s)

@@ -1,8 +1,9 @@
 """Bytes on each pipeline stage of one rank: weights, gradients, optimizer, activations, logits, cache.
 
-Weights and optimizer, mixed precision with Adam (Rajbhandari et al., 2020; Korthikanti et al., 2022): 2 bytes of weight,
-the gradient as it is accumulated, and 12 bytes of master weight and moments. ZeRO 1 divides the 12 over the data-parallel
-ranks, 2 the gradients too, 3 the weights too (but for the layer at work, gathered, and the next).
+Weights and optimizer, mixed precision with Adam (Rajbhandari et al., 2020; Korthikanti et al., 2022): 2 bytes
+of weight, the gradient as it is accumulated, and 12 bytes of master weight and moments. ZeRO 1 divides the 12
+over the data-parallel ranks, 2 the gradients too, 3 the weights too (but for the layer at work, gathered, and
+the next).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ OPTIMIZER = 12.0  # bytes of a parameter's master copy and Adam moments
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that one micro-batch keeps of one unit until its backward, and the most it holds while it runs again."""
+    """Bytes that one micro-batch keeps of one unit until its backward, and the most it holds while it runs
+    again.
+    """
 
     kept: Array
     transient: Array
@@ -30,8 +33,8 @@ class Saved:
 def saved(
     unit: Unit, tp: Array, micro_batch: Array, sp: Array, cp: Array, width: float, fused: bool, recompute: str
 ) -> Saved:
-    """Activations of a unit. recompute: `none`; `selective` (an attention's scores are made again); `full` (all but its
-    input)."""
+    """Activations of a unit. recompute: `none`; `selective` (an attention's scores are made again); `full`
+    (all but its input)."""
     divide = np.where(sp > 0, tp, 1)
     scale = micro_batch / cp
     traffic = unit.traffic
@@ -63,8 +66,8 @@ def state(
 
 
 def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Array:
-    """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis. Tied ones
-    stand on the first and the last."""
+    """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis.
+    Tied ones stand on the first and the last."""
     result = [
         sum((workload.units[i].params.local(tp) for i in stage), np.zeros(tp.shape)) for stage in stages
     ]

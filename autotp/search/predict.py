@@ -27,7 +27,9 @@ OPTIMIZER_TRAFFIC = (
 
 @dataclass(frozen=True)
 class Config:
-    """Degrees and choices of one run. batch: sequences of a step over all GPUs; micro_batch: of one pass of one rank."""
+    """Degrees and choices of one run. batch: sequences of a step over all GPUs; micro_batch: of one pass of
+    one rank.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -60,9 +62,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Prediction:
-    """step_time: seconds of one optimizer step; in `generate`, of one token for each sequence. prefill_time: seconds until
-    the first token (generate). memory: bytes at the peak of each pipeline stage. breakdown: seconds by what they go to; they
-    sum to step_time. memory_breakdown: bytes by kind, of the fullest stage. capacity: GB-limit in bytes of a GPU."""
+    """step_time: seconds of one optimizer step; in `generate`, of one token for each sequence. prefill_time:
+    seconds until the first token (generate). memory: bytes at the peak of each pipeline stage. breakdown:
+    seconds by what they go to; they sum to step_time. memory_breakdown: bytes by kind, of the fullest stage.
+    capacity: GB-limit in bytes of a GPU."""
 
     config: Config
     step_time: float
@@ -124,9 +127,10 @@ def predict(
 ) -> Prediction:
     """Predict one run of `model` (on meta, or a `Workload` counted before) on a cluster.
 
-    batch: sequences of one step over all GPUs; micro_batch: of one pass of one data-parallel rank; seq: tokens of each (in
-    `generate`: of context). attention: `fused` or `unfused` instead of what the cluster's software does. It does not refuse
-    what does not fit: see `Prediction.fits`. Raises SearchError where the numbers do not go together.
+    batch: sequences of one step over all GPUs; micro_batch: of one pass of one data-parallel rank; seq:
+    tokens of each (in `generate`: of context). attention: `fused` or `unfused` instead of what the cluster's
+    software does. It does not refuse what does not fit: see `Prediction.fits`. Raises SearchError where the
+    numbers do not go together.
     """
     machine = load(cluster)
     if attention is not None:
@@ -200,8 +204,9 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
 
 
 def cut(workload: Workload, stages: int, costs: Sequence[float]) -> list[list[int]]:
-    """The units of each stage, in order: as many layers each where they divide, else so that the dearest is cheapest. The
-    embedding goes with the first layer, the head with the last, what is between layers with those before it."""
+    """The units of each stage, in order: as many layers each where they divide, else so that the dearest is
+    cheapest. The embedding goes with the first layer, the head with the last, what is between layers with
+    those before it."""
     groups: list[list[int]] = []
     for i in workload.order:
         if workload.units[i].layer and (groups and any(workload.units[j].layer for j in groups[-1])):
@@ -222,7 +227,9 @@ def cut(workload: Workload, stages: int, costs: Sequence[float]) -> list[list[in
 
 
 def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = True) -> Prediction:
-    """A training step. simulated: the pipeline's schedule is run, where that takes no more than MOST_STEPS actions."""
+    """A training step. simulated: the pipeline's schedule is run, where that takes no more than MOST_STEPS
+    actions.
+    """
     one = np.ones(1)
     s = Setting(
         one * c.tp,
@@ -242,7 +249,10 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
             b, bs = b + f, bs + fs
         elif unit.layer and selective:
             b += float(p.again[0])
-        compute_f.append(f), compute_b.append(b), sent_f.append(fs + r), sent_b.append(bs + 2 * r)
+        compute_f.append(f)
+        compute_b.append(b)
+        sent_f.append(fs + r)
+        sent_b.append(bs + 2 * r)
     loss_f, loss_b = (float(x[0]) for x in loss_time(cluster, workload, s))
     compute_f[workload.order[-1]] += loss_f
     compute_b[workload.order[-1]] += loss_b
@@ -252,7 +262,6 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     backward = [sum(compute_b[i] + sent_b[i] for i in stage) for stage in stages]
     hop = (
         float(send(cluster, c.tp * c.dp * c.cp, _crossing(workload, s, c)))
-        * (1 - cluster.software.pp_overlap)
         if c.pp > 1
         else 0.0
     )
@@ -303,8 +312,8 @@ def _crossing(workload: Workload, s: Setting, c: Config) -> float:
 def _pipeline(
     forward: list[float], backward: list[float], hop: float, c: Config, simulated: bool
 ) -> tuple[float, Timeline | None]:
-    """Seconds of all micro-batches, and the beginning as a timeline: in its middle a schedule repeats itself, and that part
-    is multiplied. Not simulated: the slowest rank's work, and once through the others."""
+    """Seconds of all micro-batches, and the beginning as a timeline: in its middle a schedule repeats itself,
+    and that part is multiplied. Not simulated: the slowest rank's work, and once through the others."""
     work = [sum(forward[k] + backward[k] for k in range(r, len(forward), c.pp)) for r in range(c.pp)]
     if c.pp == 1:
         return c.microbatches * work[0], None
@@ -332,10 +341,11 @@ def data_parallel(
     microbatches: Any,
     dtype: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a configuration.
+    """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a
+    configuration.
 
-    ranks: data-parallel ones; params: of the fullest rank; backward: seconds of a micro-batch's, behind which gradients can
-    be reduced; micro_step: seconds of a micro-batch, forward and backward.
+    ranks: data-parallel ones; params: of the fullest rank; backward: seconds of a micro-batch's, behind which
+    gradients can be reduced; micro_step: seconds of a micro-batch, forward and backward.
     """
     software = cluster.software
     weight = 4.0 if dtype == "fp32" else 2.0

@@ -17,10 +17,12 @@ SizeByWays = dict[int, float]
 
 @dataclass
 class Traffic:
-    """Elements by the ways they can be divided. forward: read and written by regions. backward: the same for their
-    gradients, and what they re-read. saved: kept from forward to backward; masks: bytes of dropout masks, likewise.
+    """Elements by the ways they can be divided. forward: read and written by regions. backward: the same for
+    their gradients, and what they re-read. saved: kept from forward to backward; masks: bytes of dropout
+    masks, likewise.
 
-    attention_saved: of `saved`, what an attention keeps that is not its operands. kernels: how many regions do work.
+    attention_saved: of `saved`, what an attention keeps that is not its operands. kernels: how many regions
+    do work.
     """
 
     forward: SizeByWays = field(default_factory=dict)
@@ -37,7 +39,8 @@ def traffic(
     cores: Mapping[fx.Node, set[fx.Node]],
     ways: Callable[[fx.Node], int],
 ) -> dict[int, Traffic]:
-    """Traffic by unit. products: the nodes that multiply. cores: of each attention, by its result, its nodes."""
+    """Traffic by unit. products: the nodes that multiply. cores: of each attention, by its result, its nodes.
+    """
     return _Regions(index, unit_of, products, cores, ways).count()
 
 
@@ -58,8 +61,8 @@ class _Regions:
         self.written = {self.source[n] for n in self.values if self._leaves_region(n)}
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Does it give its first operand's elements, moved or in part? Copies between layouts count as views: they are cheap
-        beside what makes and uses them."""
+        """Does it give its first operand's elements, moved or in part? Copies between layouts count as views:
+        they are cheap beside what makes and uses them."""
         if node in self.anchors or node.op != "call_function":
             return False
         name = getattr(node.target, "__name__", "")

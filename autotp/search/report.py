@@ -106,7 +106,9 @@ def _short(kind: str) -> str:
 
 
 def trace(p: Prediction) -> str:
-    """The pipeline's timeline as Trace Event JSON (its beginning, where the schedule repeats itself). Microseconds."""
+    """The pipeline's timeline as Trace Event JSON (its beginning, where the schedule repeats itself).
+    Microseconds.
+    """
     names = {"F": "forward", "B": "backward", "W": "weight gradients"}
     rows = p.timeline.rows if p.timeline else ()
     events: list[dict[str, object]] = [

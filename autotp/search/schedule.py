@@ -1,8 +1,9 @@
 """Pipeline schedules, simulated: who does what when, and how long it all takes.
 
-`orders` gives each rank's list of actions as the schedules do: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2019),
-interleaved 1F1B (Narayanan et al., 2021) and zero-bubble H1 (Qi et al., 2023), in which the gradients of weights are put off
-to fill the end. `simulate` runs them: an action waits for its rank, and for what another stage sends.
+`orders` gives each rank's list of actions as the schedules do: GPipe (Huang et al., 2019), 1F1B (Narayanan et
+al., 2019), interleaved 1F1B (Narayanan et al., 2021) and zero-bubble H1 (Qi et al., 2023), in which the
+gradients of weights are put off to fill the end. `simulate` runs them: an action waits for its rank, and for
+what another stage sends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Timeline:
-    """rows: (rank, action, start, end) in seconds. length: of the whole. busy: seconds that each rank computes."""
+    """rows: (rank, action, start, end) in seconds. length: of the whole. busy: seconds that each rank
+    computes.
+    """
 
     rows: tuple[tuple[int, Action, float, float], ...]
     length: float
@@ -94,8 +97,9 @@ def simulate(
     send: float = 0.0,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
-    """Run a schedule. forward, backward: seconds of each stage (ranks * virtual of them) for one micro-batch; `weights`: of
-    `backward`, the part that zero-bubble puts off (half, if not given). send: seconds between two stages."""
+    """Run a schedule. forward, backward: seconds of each stage (ranks * virtual of them) for one micro-batch;
+    `weights`: of `backward`, the part that zero-bubble puts off (half, if not given). send: seconds between
+    two stages."""
     stages = len(forward)
     order = orders(schedule, ranks, microbatches, stages // ranks)
     late = [b / 2 for b in backward] if weights is None else list(weights)
@@ -149,7 +153,8 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) ->
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut a row of units into `stages` contiguous parts so that the dearest costs least: the number of units of each.
+    """Cut a row of units into `stages` contiguous parts so that the dearest costs least: the number of units
+    of each.
 
     The linear partition problem by dynamic programming; O(units^2 * stages) with numpy inside.
     """

@@ -1,8 +1,9 @@
 """One layer of each kind instead of all: what a model costs can be counted on a short copy of it.
 
-A model's layers stand in an `nn.ModuleList`. Two layers are of one kind if their modules have the same classes, parameter
-shapes and settings; a setting that is the layer's own number does not count. A copy that keeps the first layer of each kind
-runs through the same Python, and takes a fraction of a second to capture however deep the model is.
+A model's layers stand in an `nn.ModuleList`. Two layers are of one kind if their modules have the same
+classes, parameter shapes and settings; a setting that is the layer's own number does not count. A copy that
+keeps the first layer of each kind runs through the same Python, and takes a fraction of a second to capture
+however deep the model is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerList:
-    """Layers of a model. path: of their ModuleList. kinds: of each layer, in order. first: of each kind, its first layer."""
+    """Layers of a model. path: of their ModuleList. kinds: of each layer, in order. first: of each kind, its
+    first layer.
+    """
 
     path: str
     kinds: tuple[int, ...]
@@ -36,7 +39,9 @@ def layer_lists(model: nn.Module) -> list[LayerList]:
 
 
 def shortened(model: nn.Module, lists: list[LayerList]) -> nn.Module:
-    """`model` with only the first layer of each kind; the modules kept are shared with it, the model is not changed."""
+    """`model` with only the first layer of each kind; the modules kept are shared with it, the model is not
+    changed.
+    """
     short = _branch(model)
     for layers in lists:
         parent, names = short, layers.path.split(".")

@@ -1,7 +1,7 @@
 """All candidates at once: the columns of a table of configurations, and their times and memory by numpy.
 
-The same cost functions as `predict`, with the pipeline in closed form instead of simulated, and memory looked at on the
-first and the last stage. A million candidates take about a second.
+The same cost functions as `predict`, with the pipeline in closed form instead of simulated, and memory looked
+at on the first and the last stage. A million candidates take about a second.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step and bytes of the fullest stage, a number a row; `parts`: seconds by kind, `kinds`: bytes by kind."""
+    """Seconds of a step and bytes of the fullest stage, a number a row; `parts`: seconds by kind, `kinds`:
+    bytes by kind.
+    """
 
     time: Array
     memory: Array
@@ -109,7 +111,7 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
     crossing = width * table.micro_batch / table.cp / np.where(table.sp > 0, table.tp, 1)
     hop = np.where(
         table.pp > 1,
-        send(cluster, table.tp * table.dp * table.cp, crossing) * (1 - cluster.software.pp_overlap),
+        send(cluster, table.tp * table.dp * table.cp, crossing),
         0.0,
     )
     longest_sent = longest + 2 * hop * table.virtual
@@ -153,8 +155,8 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
 
 
 def _units(workload: Workload, cluster: Cluster, s: Setting) -> tuple[Array, Array, Array, Array]:
-    """By recomputation (twice, forward and backward, for the first), unit and setting: seconds, seconds of communication,
-    bytes kept, bytes in passing."""
+    """By recomputation (twice, forward and backward, for the first), unit and setting: seconds, seconds of
+    communication, bytes kept, bytes in passing."""
     n, k = len(workload.units), len(s.tp)
     compute, sent = np.zeros((6, n, k)), np.zeros((3, n, k))
     kept, transient = np.zeros((3, n, k)), np.zeros((3, n, k))

@@ -1,0 +1,55 @@
+"""An attention's nodes in a captured graph, whether it is fused or written out as two products and a softmax.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..graph import GraphIndex, tensors_of
+
+
+def core_of(index: GraphIndex, node: fx.Node) -> tuple[set[fx.Node], list[fx.Node], bool]:
+    """An attention's nodes, its operands q, k, v, and whether its probabilities are dropped out."""
+    args = [op.node for op in index.operands[node]]
+    if len(args) >= 3:  # fused
+        dropout = node.meta["kwargs"].get("dropout_p", 0.0) or (
+            node.meta["args"][4] if len(node.meta["args"]) > 4 else 0.0
+        )
+        return {node}, args[:3], bool(dropout)
+    scores = max(args, key=lambda n: _depends_on_softmax(index, n))
+    core, todo, products, dropout = {node}, [scores], [], False
+    while todo:
+        n = todo.pop()
+        if n in core:
+            continue
+        core.add(n)
+        facts = index.facts(n)
+        dropout |= "dropout" in str(getattr(n.target, "__name__", n.target))
+        if facts and any(c.how == "sum" for c in facts.contracts) and len(index.operands[n]) == 2:
+            products.append(n)
+            continue
+        size = _numel(n)
+        todo += [op.node for op in index.operands[n] if _numel(op.node) >= size]
+    first = products[0] if products else node
+    q, k = [op.node for op in index.operands[first]][:2] if products else (scores, scores)
+    values = next(n for n in args if n is not scores)
+    return core, [q, _untransposed(index, k), values], bool(dropout)
+
+
+def _untransposed(index: GraphIndex, node: fx.Node) -> fx.Node:
+    """Before the transposition that a product of queries and keys takes."""
+    return index.operands[node][0].node if "transpose" in str(node.target) and index.operands[node] else node
+
+
+def _depends_on_softmax(index: GraphIndex, node: fx.Node) -> int:
+    for _ in range(6):
+        if "softmax" in str(getattr(node.target, "__name__", node.target)).lower():
+            return 1
+        if not index.operands[node]:
+            return 0
+        node = index.operands[node][0].node
+    return 0
+
+
+def _numel(node: fx.Node) -> int:
+    return next(tensors_of(node.meta["val"])).numel()

@@ -1,0 +1,127 @@
+"""What a search gives: the plans, the front, and why each other configuration is not among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import SearchError
+from .cluster import Cluster
+from .predict import Config, Prediction
+from .table import Table
+from .workload import Workload
+
+# Reasons are kept as numbers, and put into words when asked for.
+FINE, TOO_BIG, BATCH, ROUNDS = range(4)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A configuration that is not possible, and why."""
+
+    config: Config
+    reason: str
+
+
+@dataclass
+class SearchResult:
+    """plans: the best, simulated, best first. pareto: those that no other beats in both time and memory,
+    fastest first. considered: how many configurations were looked at, `fit` of them fit. coarse: reasons for
+    whole families of configurations. `rejected()` gives every configuration that was turned down, with its
+    reason."""
+
+    cluster: Cluster
+    workload: Workload
+    mode: str
+    plans: list[Prediction]
+    pareto: list[Prediction]
+    considered: int
+    fit: int
+    coarse: list[str]
+    batch: int = 0
+    dtype: str = "bf16"
+    _table: Table | None = field(default=None, repr=False)
+    _why: np.ndarray | None = field(default=None, repr=False)
+    _memory: np.ndarray | None = field(default=None, repr=False)
+    _others: list[Rejected] = field(default_factory=list, repr=False)
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest plan. Raises SearchError where nothing fits, with what came nearest."""
+        if not self.plans:
+            raise SearchError(
+                f"Nothing fits: of {self.considered} configurations of {self.workload.name} on {self.cluster.gpus} x "
+                f"{self.cluster.gpu.name} none does. {self._nearest()} Take more GPUs, or a smaller batch or sequence."
+            )
+        return self.plans[0]
+
+    def _nearest(self) -> str:
+        least = min((r.reason for r in self._others), default="", key=len)
+        if self._memory is None or self._table is None or not len(self._memory):
+            return least
+        row = int(np.argmin(self._memory))
+        return f"The least memory: {self._memory[row] / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f} with {self._config(row)}."
+
+    def _config(self, row: int) -> Config:
+        assert self._table is not None
+        return self._table.config(row, self.batch, self.dtype, "1f1b")
+
+    def rejected(self) -> Iterator[Rejected]:
+        """Every configuration that was turned down, with its reason."""
+        yield from self._others
+        if self._why is None or self._table is None or self._memory is None:
+            return
+        for row in np.flatnonzero(self._why != FINE):
+            config = self._config(int(row))
+            yield Rejected(config, self._reason(int(row), config))
+
+    def _reason(self, row: int, c: Config) -> str:
+        assert self._why is not None and self._memory is not None
+        if self._why[row] == TOO_BIG:
+            return f"needs {self._memory[row] / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f}"
+        if self._why[row] == BATCH:
+            return f"batch {self.batch} is no multiple of dp={c.dp} x micro_batch={c.micro_batch}"
+        return f"{c.microbatches} micro-batches are no multiple of pp={c.pp}, which interleaving needs"
+
+    def why(self, a: Prediction, b: Prediction) -> str:
+        """The two plans compared: what each gains and pays."""
+        lines = [f"A: {a.config}", f"B: {b.config}"]
+        rows = [
+            ("step", a.step_time, b.step_time, "s"),
+            *((k, a.breakdown[k], b.breakdown.get(k, 0.0), "s") for k in a.breakdown),
+        ]
+        kinds = {**a.memory_breakdown, **b.memory_breakdown}
+        rows += [("memory", a.peak_memory, b.peak_memory, "B")]
+        rows += [(k, a.memory_breakdown.get(k, 0.0), b.memory_breakdown.get(k, 0.0), "B") for k in kinds]
+        for name, x, y, unit in rows:
+            if max(x, y) > 0:
+                shown = (lambda v: f"{v:9.3f} s ") if unit == "s" else (lambda v: f"{v / 1e9:9.2f} GB")
+                lines.append(
+                    f"  {name:32} {shown(x)}  {shown(y)}  {'A' if x < y else 'B' if y < x else '='} is better"
+                )
+        faster, slower = (a, b) if a.step_time <= b.step_time else (b, a)
+        gains = {k: slower.breakdown.get(k, 0.0) - v for k, v in faster.breakdown.items()}
+        most = max(gains, key=lambda k: gains[k])
+        lines.append(
+            f"{'A' if faster is a else 'B'} is {slower.step_time / faster.step_time - 1:.1%} faster, most of it by {most} "
+            f"({gains[most]:.3f} s less)."
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "model": self.workload.name,
+            "parameters": self.workload.parameters,
+            "cluster": self.cluster.name,
+            "gpus": self.cluster.gpus,
+            "mode": self.mode,
+            "considered": self.considered,
+            "fit": self.fit,
+            "plans": [p.to_dict() for p in self.plans],
+            "pareto": [p.to_dict() for p in self.pareto],
+            "rules": self.coarse,
+        }
