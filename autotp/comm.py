@@ -122,15 +122,12 @@ class ProcessComm(Comm):
         before, after = x.shape[:dim % x.dim()], x.shape[dim % x.dim() + 1:]
         if self._goes_direct(x, before.numel() * after.numel() * max(sizes) * x.element_size()):
             return torch.cat(self._from_all(x, [(*before, n, *after) for n in sizes]), dim)
-        front = x.movedim(dim, 0)
-        longest = max(sizes)
-        if front.shape[0] < longest:     # no backend gathers unequal sizes: pad to the longest, and cut after
-            front = torch.cat([front, front.new_zeros(longest - front.shape[0], *front.shape[1:])])
-        out = front.new_empty(longest * self.size, *front.shape[1:])
-        _all_gather_single(out, front.contiguous(), group=self.group)
-        if min(sizes) < longest:
-            out = torch.cat([out.narrow(0, r * longest, n) for r, n in enumerate(sizes)])
-        return out.movedim(0, dim)
+        dim, longest = dim % x.dim(), max(sizes)
+        if x.shape[dim] < longest:       # no backend gathers unequal sizes: pad to the longest, and cut after
+            x = torch.cat([x, x.new_zeros(*before, longest - x.shape[dim], *after)], dim)
+        parts = x.new_empty(self.size, *x.shape)
+        _all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, sizes, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         _refuse_grad(x)
