@@ -231,9 +231,7 @@ def _list(plan: Plan, format: Format, rank: int, itemsize: int) -> Any:
     if format is Format.json:
         return json.dumps(plan.to_dict(), indent=2) + "\n"
     if format is Format.yaml:
-        import yaml
-
-        return yaml.safe_dump(plan.to_dict(), sort_keys=False, width=110, allow_unicode=True)
+        return plan.to_yaml()
     from .show import tables
 
     return tables(plan, itemsize, rank)

@@ -206,6 +206,12 @@ class Plan:
             "notes": list(self.notes),
         }
 
+    def to_yaml(self) -> str:
+        """A policy that reproduces this plan, as YAML: give it back as `policy=`. `to_dict` has all of it."""
+        from .policy import to_policy
+
+        return to_policy(self)
+
     def __str__(self) -> str:
         sharded = sum(p.layout is not None for p in self.params.values())
         lines = [

@@ -68,10 +68,21 @@ def parameters(source: Path) -> dict[str, list[int]]:
 
 # ---------------------------------------------------------------- dump
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("format", ["yaml", "json"])
-def test_data_formats_read_back(models, name, format):
-    output = run("dump", models[name], "--tp", 2, "--format", format).output
-    data = yaml.safe_load(output) if format == "yaml" else json.loads(output)
+def test_yaml_is_a_policy_that_gives_the_plan_again(models, name, tmp_path):
+    policy = tmp_path / "again.yaml"
+    run("dump", models[name], "--tp", 2, "--format", "yaml", "--out", policy)
+    plans = [
+        json.loads(run("dump", models[name], "--tp", 2, "--format", "json", *more).output)
+        for more in ([], ["--policy", policy])
+    ]
+    assert yaml.safe_load(policy.read_text())["modules"]
+    assert plans[0]["parameters"] == plans[1]["parameters"]
+    assert plans[0]["collectives"] == plans[1]["collectives"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_reads_back(models, name):
+    data = json.loads(run("dump", models[name], "--tp", 2, "--format", "json").output)
     assert data["tp"] == 2
     assert {n: p["shape"] for n, p in data["parameters"].items()} == parameters(models[name])
     assert data["sharded_fraction"] == 1.0
@@ -336,7 +347,7 @@ def test_python_dash_m_and_no_transformers_for_a_plain_model(functions, tmp_path
     (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
     root = Path(__file__).parent.parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "autotp", "dump", "cli_test_models:build", "--tp", "2", "-f", "yaml"]
+    command = [sys.executable, "-m", "autotp", "dump", "cli_test_models:build", "--tp", "2", "-f", "json"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["tp"] == 2
+    assert json.loads(done.stdout)["tp"] == 2
