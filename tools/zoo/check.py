@@ -179,23 +179,21 @@ def _verified(model: nn.Module, inputs: Row, tp: int, progress: Callable[[str], 
         steps = 1 if _has_gradients(model, inputs) else 0
         for asked in ({"steps": steps, "new_tokens": 4}, {"steps": steps, "new_tokens": 0}):
             try:
-                return autotp.verify(model, tp=tp, example_inputs=inputs, progress=noted, **asked)  # type: ignore[arg-type]
+                return autotp.verify(model, tp=tp, example_inputs=inputs, progress=noted, **asked)
             except Exception:
                 if phase[0] != "running the whole model" or not asked["new_tokens"]:
                     raise
 
 
 def _has_gradients(model: nn.Module, inputs: Row) -> bool:
-    """Whether the whole model trains: some of them have no backward, or one that gives NaN."""
-    model.zero_grad()
+    """Whether the whole model trains: some have no backward (in eval mode), or one that gives NaN."""
+    trial = copy.deepcopy(model)  # some keep what they computed
     try:
-        losses = [t.double().pow(2).mean() for t in tensors(model(**inputs)) if t.requires_grad]
+        losses = [t.double().pow(2).mean() for t in tensors(trial(**inputs)) if t.requires_grad]
         torch.stack(losses).sum().backward()
-        return all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
-    except (RuntimeError, NotImplementedError):
+    except Exception:
         return False
-    finally:
-        model.zero_grad()
+    return all(bool(torch.isfinite(p.grad).all()) for p in trial.parameters() if p.grad is not None)
 
 
 def _padded(model: nn.Module, masked: Row, plan: Plan) -> tuple[float, float]:

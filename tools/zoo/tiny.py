@@ -38,10 +38,11 @@ SIZES: dict[int, str] = {
     "dim_model attention_hidden_size encoder_hidden_size decoder_hidden_size projection_dim lru_width "
     "output_proj_size qkv_channels v_channels qk_channels d_latents projector_hidden_size "
     "text_hidden_size out_hidden_size cross_attention_hidden_size embedding_dim rotary_emb_base_dim "
-    "mlp_dim language_model_hidden_size",
+    "mlp_dim language_model_hidden_size entity_emb_size",
     4: "linear_num_key_heads num_attention_heads n_head n_heads num_heads encoder_attention_heads "
     "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads attention_heads "
-    "num_cross_attention_heads num_self_attention_heads num_hash_heads",
+    "num_cross_attention_heads num_self_attention_heads num_hash_heads "
+    "encoder_num_attention_heads decoder_num_attention_heads",
     2: "num_key_value_heads num_kv_heads multi_query_group_num num_experts_per_tok moe_topk top_k "
     "experts_per_token moe_top_k num_experts_per_token n_group topk_group encoder_num_key_value_heads "
     "decoder_num_key_value_heads moe_k top_k_experts num_swa_key_value_heads",
@@ -58,7 +59,7 @@ SIZES: dict[int, str] = {
     "num_codevectors_per_group linear_num_value_heads chunk_size mamba_chunk_size patch_size "
     "num_conv_pos_embedding_groups index_head_dim num_labels",
     256: "vocab_size text_vocab_size audio_vocab_size speech_vocab_size pad_vocab_size "
-    "vocab_size_per_layer_input",
+    "vocab_size_per_layer_input entity_vocab_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
     24: "q_lora_rank kv_lora_rank o_lora_rank",
 }
@@ -146,6 +147,9 @@ def shrunk_arguments(config_class: Any, extra: dict[str, Any]) -> dict[str, Any]
             for count in LAYERS:
                 if isinstance(given(count), int) and given(count) == len(pattern):
                     found[count] = len(found[name])
+    rope = given("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        found["rope_parameters"] = {**rope, "mrope_section": [2, 3, 3]}  # of half a head's width
     for name in getattr(config_class, "sub_configs", {}):
         part = given(name)
         if part is not None and name in names:
@@ -203,6 +207,9 @@ def _try_set(config: Any, name: str, value: Any) -> None:
 
 
 _GQA: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+_SWIN: dict[str, Any] = dict(
+    embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4, image_size=32, patch_size=4
+)
 _MIXED: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
 LARGEST = 30_000_000  # parameters: what is bigger was not shrunk
 
@@ -245,6 +252,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         n_group=2,
         topk_group=1,
     ),
+    "donut-swin": _SWIN,
+    "efficientnet": dict(width_coefficient=0.1, depth_coefficient=0.1, image_size=64, hidden_dim=64),
     "esm": dict(vocab_size=33, pad_token_id=1, mask_token_id=32),
     "gemma3": dict(mm_tokens_per_image=4),
     "gemma3n_text": dict(
@@ -286,6 +295,13 @@ EXTRA: dict[str, dict[str, Any]] = {
         axial_pos_shape=(4, 3),
         attn_layers=["local", "local"],
     ),
+    "seamless_m4t": dict(feature_projection_input_dim=80),
+    "seamless_m4t_v2": dict(feature_projection_input_dim=80),
+    "shieldgemma2": dict(yes_token_index=10, no_token_index=11),
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "wav2vec2-bert": dict(vocab_size=32, feature_projection_input_dim=80),
+    "wav2vec2-conformer": dict(vocab_size=32),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(
         attention_hidden_size=128,
@@ -381,10 +397,8 @@ def inputs(model: nn.Module, make: Callable[[nn.Module], dict[str, Any]]) -> dic
 
 def _unused(model: nn.Module, given: dict[str, Any]) -> list[str]:
     """The parameters that no part of the output depends on."""
-    model.zero_grad()
-    outputs = [t for t in tensors(model(**given)) if t.requires_grad]
+    trial = copy.deepcopy(model)  # some keep what they computed
+    outputs = [t for t in tensors(trial(**given)) if t.requires_grad]
     if outputs:
-        sum(t.double().sum() for t in outputs).backward()  # type: ignore[union-attr]
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    model.zero_grad()
-    return unused
+        torch.stack([t.double().sum() for t in outputs]).sum().backward()
+    return [name for name, p in trial.named_parameters() if p.requires_grad and p.grad is None]
