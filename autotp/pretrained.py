@@ -29,7 +29,7 @@ _PATCHING = threading.RLock()
 
 
 @contextmanager
-def _alone() -> Iterator[Any]:
+def alone() -> Iterator[Any]:
     """transformers, with its patches to ourselves and its progress bars off."""
     with _PATCHING:
         try:
@@ -57,7 +57,7 @@ def build_unloaded(
     dtype: of the parameters; None: the config's, else `floating` (the checkpoint's). Modules that
     transformers keeps in float32 are. overrides: of the config. Raises ModelSourceError; CheckpointError for
     quantised weights."""
-    with _alone() as transformers:
+    with alone() as transformers:
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), **overrides)
         except Exception as error:  # transformers raises what it likes on a config
@@ -145,7 +145,7 @@ def _other_shape(name: str, got: Any, want: Any) -> str:
 def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], set[str], set[str], list[str]]:
     """What transformers makes of the checkpoint's tensors: found, missing, unexpected, and what went
     wrong."""
-    with _alone():
+    with alone():
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -203,7 +203,7 @@ def tie(model: Any, found: Mapping[str, Tensor], apart: list[str]) -> None:
     missing |= {
         t for t, s in model.all_tied_weights_keys.items() if s in found
     }  # the same values: one of them will do
-    with _alone():
+    with alone():
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
@@ -231,14 +231,14 @@ def initialise_rest(model: Any, found: Mapping[str, Tensor], device: torch.devic
         setattr(module, name, real[id(tensor)])
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = id(tensor) in present
-    with _alone():
+    with alone():
         model.initialize_weights()
 
 
 def adopt_generation_config(model: Any, path: Path) -> None:
     """The checkpoint's generation config, as `from_pretrained` finds it."""
     if hasattr(model, "adjust_generation_fn") and model.can_generate():
-        with _alone():
+        with alone():
             model.adjust_generation_fn(
                 None, False, None, str(path), cache_dir=None, force_download=False, proxies=None,
                 local_files_only=True, token=None, revision=None, subfolder="", trust_remote_code=False,
@@ -267,7 +267,7 @@ def saved_entries(model: Any, entries: Mapping[str, LazyTensor]) -> dict[str, La
     """The tensors as the checkpoint names and shapes them: the conversions of loading, undone."""
     if not hasattr(model, "base_model_prefix"):
         return dict(entries)
-    with _alone():
+    with alone():
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import revert_weight_conversion
 

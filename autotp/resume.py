@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .comm import Comm, ProcessComm
 from .errors import CheckpointError, PlanError
@@ -150,7 +151,13 @@ def _write(
     try:
         # No rank writes before the leader, who is past the lines above, has made the plan for all.
         files = dcp.FileSystemWriter(part)
-        dcp.save(dict(entries), storage_writer=files, planner=_Writer(), process_group=group, no_dist=alone)
+        dcp.save(
+            dict(entries),
+            storage_writer=files,
+            planner=_Writer(False, False),
+            process_group=group,
+            no_dist=alone,
+        )
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     failed: str | None = None
@@ -186,8 +193,7 @@ Block = tuple[tuple[int, ...], Tensor]  # where in the whole it begins, its valu
 @dataclass(frozen=True)
 class Entry:
     """This rank's part of a tensor, for torch.distributed.checkpoint: which blocks of the whole it writes,
-    or reads. It
-    asks for them by two methods of its own protocol (`_Checkpointable`)."""
+    or reads."""
 
     local: Tensor
     held: Held | None
@@ -235,18 +241,7 @@ class Entry:
             found.append((tuple(start for _, start, _ in choice), view))
         return found
 
-    def __create_write_items__(self, name: str, entry: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        items = []
-        for start, block in () if self.elsewhere else self.blocks():
-            chunk = ChunkStorageMetadata(torch.Size(start), block.shape)
-            data = TensorWriteData(chunk, properties, torch.Size(self.shape))
-            items.append(
-                WriteItem(MetadataIndex(name, torch.Size(start)), WriteItemType.SHARD, tensor_data=data)
-            )
-        return items
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(start), block.shape) for start, block in self.blocks()]
 
     def block(self, index: MetadataIndex) -> Tensor:
@@ -258,12 +253,38 @@ class Entry:
 
 
 class _Writer(DefaultSavePlanner):
+    """Writes entries block by block. Blocks that several ranks propose are written by one of them."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, entry in self.state_dict.items():
+            properties = TensorProperties.create_from_tensor(entry.local)
+            for chunk in () if entry.elsewhere else entry.chunks():
+                data = TensorWriteData(chunk, properties, torch.Size(entry.shape))
+                items.append(
+                    WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+                )
+        self.plan = SavePlan(items)
+        return self.plan
+
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         entry: Entry = self.state_dict[index.fqn]
         return entry.block(index)
 
 
 class _Reader(DefaultLoadPlanner):
+    """Reads what entries need, from whichever blocks there are."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[Any] = []
+        for name, entry in self.state_dict.items():
+            stored: Any = self.metadata.state_dict_metadata[name]  # type: ignore[union-attr]
+            items += create_read_items_for_chunk_list(name, stored, entry.chunks())
+        return LoadPlan(items)
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         entry: Entry = self.state_dict[index.fqn]
         return entry.block(index)
@@ -305,8 +326,8 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
         for param in group["params"]:
             if id(param) not in names:
                 raise CheckpointError(
-                    f"the optimizer has a parameter of shape {list(param.shape)} that is none of the model's. Make "
-                    "it after the model is parallelized or loaded, from model.parameters()."
+                    f"the optimizer has a parameter of shape {list(param.shape)} that is none of the model's."
+                    " Make it after the model is parallelized or loaded, from model.parameters()."
                 )
             trained[names[id(param)]] = param
     return trained

@@ -55,7 +55,7 @@ def save(
     meet(comm, "autotp.save", patience)
     target = Path(directory)
     failed: Exception | None = None
-    with torch.no_grad(), _as_whole(model):
+    with torch.no_grad(), as_whole(model):
         if comm.rank == 0:
             failed = _attempt(lambda: _write_configs(model, target, variant))
         entries = _entries(model, comm, held, save_original_format)
@@ -234,7 +234,7 @@ def split_of(model: nn.Module) -> tuple[Comm, dict[int, Held]]:
 
 
 @contextmanager
-def _as_whole(model: nn.Module) -> Iterator[None]:
+def as_whole(model: nn.Module) -> Iterator[None]:
     """The model's own config with the whole numbers in place of this rank's, while it is written."""
     plan: Plan | None = getattr(getattr(model, "autotp", None), "plan", None)
     local = []

@@ -8,7 +8,8 @@ from the same imports.
 
 peak: the highest resident memory (VmHWM), beyond what the process had after its imports. read: bytes that the
 process asked of files (rchar); of files that are mapped into memory, which rchar does not see, those of their
-pages that became resident (RssFile). shard: the bytes of the rank's parameters and buffers. Medians over
+pages that became resident (RssFile). first logits: loading and a forward of 32 tokens, as what is mapped is
+read when it is used. shard: the bytes of the rank's parameters and buffers. Medians over
 rounds, the worst rank of each."""
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def write_checkpoint(path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=2048, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8, intermediate_size=5632,
-        vocab_size=16384, max_position_embeddings=1024, tie_word_embeddings=False, dtype=torch.bfloat16,
+        hidden_size=2048, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8,
+        intermediate_size=5632, vocab_size=16384, max_position_embeddings=1024, tie_word_embeddings=False,
+        dtype=torch.bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="500MB")
@@ -81,9 +83,18 @@ def rank(contender: str, checkpoint: str, tp: int) -> None:
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
         logits = model(ids).logits
+    ready = time.perf_counter() - start
     logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
     dist.barrier()
-    say(result=True, seconds=took, peak=peak, read=read, shard=shard, check=logits.float().norm().item())
+    say(
+        result=True,
+        load=took,
+        ready=ready,
+        peak=peak,
+        read=read,
+        shard=shard,
+        check=logits.float().norm().item(),
+    )
 
 
 def _local(tensor: Any) -> Any:
@@ -99,7 +110,10 @@ def compare(checkpoint: str, tp: int, rounds: int) -> dict[str, dict[str, float]
         for name in CONTENDERS:
             ranks = launch(__file__, ["--rank", name, checkpoint, "--tp", str(tp)], tp)
             seen[name].append(
-                {key: max(r[key] for r in ranks) for key in ("seconds", "peak", "read", "shard", "check")}
+                {
+                    key: max(r[key] for r in ranks)
+                    for key in ("load", "ready", "peak", "read", "shard", "check")
+                }
             )
     found = {n: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for n, runs in seen.items()}
     checks = [found[name]["check"] for name in CONTENDERS]
@@ -113,14 +127,15 @@ def show(found: dict[str, dict[str, float]], tp: int) -> bool:
     from rich.table import Table
 
     table = Table(title=f"loading over tp={tp}, worst rank", title_justify="left", header_style="bold")
-    for column in ("", "time", "shard", "peak", "read", "peak limit", "read limit"):
+    for column in ("", "load", "first logits", "shard", "peak", "read", "peak limit", "read limit"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
         mb = {key: row[key] / 1e6 for key in ("shard", "peak", "read")}
         limits = (f"{1.15 * mb['shard'] + 150:.0f} MB", f"{1.05 * mb['shard']:.0f} MB")
         table.add_row(
             name,
-            f"{row['seconds']:.1f} s",
+            f"{row['load']:.1f} s",
+            f"{row['ready']:.1f} s",
             *(f"{mb[key]:.0f} MB" for key in ("shard", "peak", "read")),
             *limits,
         )
@@ -129,7 +144,7 @@ def show(found: dict[str, dict[str, float]], tp: int) -> bool:
     kept = {
         f"peak <= {LIMITS['peak']}": own["peak"] <= 1.15 * own["shard"] + 150e6,
         f"read <= {LIMITS['read']}": own["read"] <= 1.05 * own["shard"],
-        "not slower than transformers": own["seconds"] <= other["seconds"],
+        "first logits not later than transformers": own["ready"] <= other["ready"],
     }
     for claim, holds in kept.items():
         print(f"{'ok   ' if holds else 'MISSED'} {claim}")
