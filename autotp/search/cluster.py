@@ -52,8 +52,8 @@ class Link:
 
     A collective over n ranks takes `latency_us + per_rank_us * n + root_us * sqrt(MiB) + f * bytes /
     bandwidth`, where f is the share of the tensor that a ring sends, (n-1)/n (twice for an all-reduce).
-    switch_reduce: {ranks: bandwidth} of an all-reduce that the switch itself sums (NVLS), from so many ranks
-    on.
+    reduce_bandwidth: {ranks: GB/s}
+    of an all-reduce from so many ranks on, where it is another: a switch that sums (NVLS), PCIe over two sockets.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Link:
     latency_us: float
     per_rank_us: float = 0.0
     root_us: float = 0.0
-    switch_reduce: Mapping[int, float] = field(default_factory=dict)
+    reduce_bandwidth: Mapping[int, float] = field(default_factory=dict)
     two_ranks: float = 1.0  # bandwidth of two ranks, as a fraction of that of a full group
 
 
@@ -191,7 +191,7 @@ def collective(link: Link, kind: str, ranks: Any, size: Any) -> np.ndarray:
     n, size = np.asarray(ranks, float), np.asarray(size, float)
     bandwidth = np.where(n <= 2, link.bandwidth * link.two_ranks, link.bandwidth)
     if kind == "reduce":
-        for start, fast in link.switch_reduce.items():
+        for start, fast in link.reduce_bandwidth.items():
             bandwidth = np.where(n >= start, fast, bandwidth)
     rounds = 2.0 if kind == "reduce" else 1.0
     sent = rounds * (n - 1) / np.maximum(n, 1) * size / (bandwidth * 1e9)

@@ -151,8 +151,8 @@ def region_time(cluster: Cluster, moved: Shares, s: Setting, kernels: int) -> Ar
     return size / (cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream) + kernels * cluster.gpu.kernel_us * 1e-6
 
 
-def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str) -> Array:
-    """Seconds of a unit's tensor-parallel collectives that computation does not hide."""
+def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str, overlap: float = 0.0) -> Array:
+    """Seconds of a unit's tensor-parallel collectives that computation does not hide: `overlap` of it is hidden."""
     total = np.zeros(s.tp.shape)
     for m in unit.messages:
         if m.when != when:
@@ -166,7 +166,7 @@ def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str) -> Array:
             )
             whole = np.where(s.sequence_parallel > 0, halves, whole)
         total = total + whole
-    return total * (1 - cluster.software.tp_overlap)
+    return total * (1 - overlap)
 
 
 def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
@@ -185,7 +185,7 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     # Ranks that are launch-bound wait for the slowest of them at every collective.
     waiting = 1 + cluster.software.straggle * (s.tp / 8.0) ** 2 * (s.tp > 1)
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
-    ahead, back = messages_time(cluster, unit, s, "forward"), messages_time(cluster, unit, s, "backward")
+    ahead, back = messages_time(cluster, unit, s, "forward", cluster.software.tp_overlap), messages_time(cluster, unit, s, "backward", cluster.software.tp_overlap)
     if unit.layer:
         forward = _overlapped(forward + ahead, launching, cluster) - ahead
         backward = _overlapped(backward + back, 2 * launching, cluster) - back

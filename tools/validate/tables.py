@@ -1,6 +1,7 @@
 """The published tables as cases: a configuration, and what was measured.
 
-Each row belongs to the fit part or to the held-out part, by a hash of its text: only fit rows may decide a constant.
+Each row belongs to the fit part or to the held-out part, by a hash of its text: only fit rows may decide a
+constant.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotp.search.counts import Workload
+from autotp.search.workload import Workload
 
 from .models import Models
 
@@ -48,10 +49,14 @@ def vtrain(models: Models, part: str) -> Iterator[Case]:
         r = {k: int(v) for k, v in row.items() if k not in ("iter_ms", "params_b")}
         nodes = max(1, r["gpus"] // 8)
         yield Case(
-            f"vTrain {part}-node", str(r), float(row["iter_ms"]) / 1e3, models.gpt(r["hidden"], r["heads"], r["layers"], r["seq"]),
+            f"vTrain {part}-node",
+            str(r),
+            float(row["iter_ms"]) / 1e3,
+            models.gpt(r["hidden"], r["heads"], r["layers"], r["seq"]),
             f"dgx-a100-4nic:{nodes}",
             dict(tp=r["tp"], pp=r["pp"], dp=r["dp"], batch=r["gbs"], micro_batch=r["mbs"], recompute="full"),
-            fit, group=(r["gpus"], r["gbs"], r["hidden"], r["layers"]),
+            fit,
+            group=(r["gpus"], r["gbs"], r["hidden"], r["layers"]),
         )
 
 
@@ -61,11 +66,24 @@ def sc21(models: Models) -> Iterator[Case]:
         h, layers, batch, gpus = (int(r[k]) for k in ("hidden", "layers", "global_batch", "gpus"))
         flops = 96 * batch * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
         pp = int(r["pp"])
-        virtual = layers // pp // int(r["layers_per_virtual_stage"]) if r["layers_per_virtual_stage"] != "-" else 1
+        virtual = (
+            layers // pp // int(r["layers_per_virtual_stage"]) if r["layers_per_virtual_stage"] != "-" else 1
+        )
         yield Case(
-            "SC21 table 1", f"{r['params_b']}B", flops / gpus / float(r["tflops_per_gpu"]) / 1e12,
-            models.gpt(h, int(r["heads"]), layers, 2048), f"dgx-a100:{gpus // 8}",
-            dict(tp=int(r["tp"]), pp=pp, dp=int(r["dp"]), batch=batch, micro_batch=int(r["micro_batch"]), recompute="full", virtual_stages=virtual),
+            "SC21 table 1",
+            f"{r['params_b']}B",
+            flops / gpus / float(r["tflops_per_gpu"]) / 1e12,
+            models.gpt(h, int(r["heads"]), layers, 2048),
+            f"dgx-a100:{gpus // 8}",
+            dict(
+                tp=int(r["tp"]),
+                pp=pp,
+                dp=int(r["dp"]),
+                batch=batch,
+                micro_batch=int(r["micro_batch"]),
+                recompute="full",
+                virtual_stages=virtual,
+            ),
             fit,
         )
 
@@ -83,10 +101,15 @@ def crossover(models: Models) -> Iterator[Case]:
             pp = int(r["model_parallel"]) // 8
             options = dict(tp=8, pp=pp, dp=gpus // 8 // pp)
         yield Case(
-            "SC21 table 2", f"{r['scheme']} {r['params_b']}B {gpus} GPUs", flops / gpus / float(r["tflops_per_gpu"]) / 1e12,
-            models.gpt(h, heads, layers, 2048), f"dgx-a100:{gpus // 8}",
-            dict(**options, batch=batch, micro_batch=int(r["micro_batch"]), recompute="full"), fit,
-            group=(r["params_b"],), notes={"scheme": r["scheme"]},
+            "SC21 table 2",
+            f"{r['scheme']} {r['params_b']}B {gpus} GPUs",
+            flops / gpus / float(r["tflops_per_gpu"]) / 1e12,
+            models.gpt(h, heads, layers, 2048),
+            f"dgx-a100:{gpus // 8}",
+            dict(**options, batch=batch, micro_batch=int(r["micro_batch"]), recompute="full"),
+            fit,
+            group=(r["params_b"],),
+            notes={"scheme": r["scheme"]},
         )
 
 
@@ -97,16 +120,37 @@ def korthikanti(models: Models) -> Iterator[Case]:
     def options(r: dict[str, str]) -> tuple[Workload, str, dict[str, Any]]:
         gpus, tp, pp = int(r["gpus"]), int(r["tp"]), int(r["pp"])
         return (
-            models.gpt(int(r["hidden"]), int(r["heads"]), int(r["layers"]), 2048), f"dgx-a100:{max(1, gpus // 8)}",
-            dict(tp=tp, pp=pp, dp=gpus // tp // pp, batch=int(r["global_batch"]), micro_batch=int(r["micro_batch"]), virtual_stages=int(r["interleave_m"])),
+            models.gpt(int(r["hidden"]), int(r["heads"]), int(r["layers"]), 2048),
+            f"dgx-a100:{max(1, gpus // 8)}",
+            dict(
+                tp=tp,
+                pp=pp,
+                dp=gpus // tp // pp,
+                batch=int(r["global_batch"]),
+                micro_batch=int(r["micro_batch"]),
+                virtual_stages=int(r["interleave_m"]),
+            ),
         )
 
     for r, fit in rows("korthikanti_table5_iteration"):
         workload, cluster, o = options(configs[r["model"]])
-        yield Case("Korthikanti table 5", f"{r['model']} full", float(r["iter_full_recompute_s"]), workload, cluster, dict(**o, recompute="full"), fit)
         yield Case(
-            "Korthikanti table 5", f"{r['model']} selective + SP", float(r["iter_present_work_s"]), workload, cluster,
-            dict(**o, recompute="selective", sequence_parallel=True), fit,
+            "Korthikanti table 5",
+            f"{r['model']} full",
+            float(r["iter_full_recompute_s"]),
+            workload,
+            cluster,
+            dict(**o, recompute="full"),
+            fit,
+        )
+        yield Case(
+            "Korthikanti table 5",
+            f"{r['model']} selective + SP",
+            float(r["iter_present_work_s"]),
+            workload,
+            cluster,
+            dict(**o, recompute="selective", sequence_parallel=True),
+            fit,
         )
     names = {"megatron-22B": "22B", "gpt3-175B": "175B", "turing-530B": "530B", "megatron-1T": "1T"}
     for r, fit in rows("korthikanti_fig1_memory"):
@@ -114,23 +158,50 @@ def korthikanti(models: Models) -> Iterator[Case]:
         state = float(r["param_opt_gib"]) * 2**30
         for label, key, extra in (
             ("none", "act_gib_no_recompute", {}),
-            ("selective + SP", "act_gib_seq_plus_selective", dict(recompute="selective", sequence_parallel=True)),
+            (
+                "selective + SP",
+                "act_gib_seq_plus_selective",
+                dict(recompute="selective", sequence_parallel=True),
+            ),
         ):
             yield Case(
-                "Korthikanti figure 1", f"{r['model']} {label}", state + float(r[key]) * 2**30, workload, cluster,
-                {**o, **extra}, fit, "memory", notes={"without": ("reserve", "logits", "recomputed")},
+                "Korthikanti figure 1",
+                f"{r['model']} {label}",
+                state + float(r[key]) * 2**30,
+                workload,
+                cluster,
+                {**o, **extra},
+                fit,
+                "memory",
+                notes={"without": ("reserve", "logits", "recomputed")},
             )
 
 
 def megatron_h100(models: Models) -> Iterator[Case]:
-    """Megatron-Core's weak scaling on H100. Its micro-batch and interleaving are not stated: 1, and a layer a stage."""
+    """Megatron-Core's weak scaling on H100. Its micro-batch and interleaving are not stated: 1, and a layer a
+    stage.
+    """
     for r, fit in rows("megatron_readme_h100"):
-        h, layers, gpus, batch, tp, pp = (int(r[k]) for k in ("hidden", "layers", "gpus", "global_batch", "tp", "pp"))
+        h, layers, gpus, batch, tp, pp = (
+            int(r[k]) for k in ("hidden", "layers", "gpus", "global_batch", "tp", "pp")
+        )
         flops = 72 * batch * 4096 * layers * h**2 * (1 + 4096 / (6 * h) + 131072 / (12 * layers * h))
         yield Case(
-            "Megatron H100", r["params"], flops / gpus / float(r["tflops_per_gpu"]) / 1e12, models.gpt(h, int(r["heads"]), layers, 4096, 131072),
+            "Megatron H100",
+            r["params"],
+            flops / gpus / float(r["tflops_per_gpu"]) / 1e12,
+            models.gpt(h, int(r["heads"]), layers, 4096, 131072),
             f"dgx-h100:{gpus // 8}",
-            dict(tp=tp, pp=pp, dp=int(r["dp"]), batch=batch, micro_batch=1, zero=1, sequence_parallel=tp > 1, virtual_stages=layers // pp if pp > 1 else 1),
+            dict(
+                tp=tp,
+                pp=pp,
+                dp=int(r["dp"]),
+                batch=batch,
+                micro_batch=1,
+                zero=1,
+                sequence_parallel=tp > 1,
+                virtual_stages=layers // pp if pp > 1 else 1,
+            ),
             fit,
         )
 
@@ -150,18 +221,102 @@ def dgxc(models: Models, precision: str = "BF16") -> Iterator[Case]:
         elif r["model"].startswith("nemotron4-15b"):
             workload = models.nemotron(6144, 48, 8, 24576, layers, seq)
         else:
-            workload = models.gpt(12288, 96, layers, seq, dropout=0.0)
+            workload = models.gpt(12288, 96, layers, seq)
         yield Case(
-            f"DGX Cloud H100 {precision}", f"{r['model']} {gpus} GPUs", float(r["step_s"]), workload, f"dgx-h100:{gpus // 8}",
-            dict(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp), batch=int(r["gbs"]), micro_batch=int(r["mbs"] or 1), zero=1,
-                 virtual_stages=virtual, sequence_parallel=tp > 1, dtype=precision.lower()),
+            f"DGX Cloud H100 {precision}",
+            f"{r['model']} {gpus} GPUs",
+            float(r["step_s"]),
+            workload,
+            f"dgx-h100:{gpus // 8}",
+            dict(
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                dp=gpus // (tp * pp * cp),
+                batch=int(r["gbs"]),
+                micro_batch=int(r["mbs"] or 1),
+                zero=1,
+                virtual_stages=virtual,
+                sequence_parallel=tp > 1,
+                dtype=precision.lower(),
+            ),
             fit,
         )
+
+
+SERVED = {
+    "LLaMA-3.1-8B": "llama3-8b", "LLaMA-3.1-70B": "llama3-70b", "LLaMA-3.1-405B": "llama3-405b", "Mistral-7B": "mistral-7b",
+}  # fmt: skip
+MACHINES = {"H100": "dgx-h100", "H200": "hgx-h200", "A100-80": "dgx-a100", "L40S": "l40s"}
+
+
+def tensorrt(models: Models) -> Iterator[Case]:
+    """TensorRT-LLM's output tokens/s, with all requests queued at once."""
+    for r, fit in rows("tensorrtllm_v017_tp_sweep"):
+        if r["model"] not in SERVED or r["gpu"] not in MACHINES:
+            continue
+        prompt, output = (int(v) for v in r["isl_osl"].split("/"))
+        yield Case(
+            "TensorRT-LLM tokens/s",
+            f"{r['model']} {r['gpu']} tp={r['tp']} {r['isl_osl']}",
+            float(r["tok_s"]),
+            models.llama(SERVED[r["model"]], _rounded(prompt + output // 2)),
+            MACHINES[r["gpu"]],
+            dict(tp=int(r["tp"]), dtype=r["precision"].lower()),
+            fit,
+            "rate",
+            (r["model"], r["gpu"], r["isl_osl"]),
+            {"prompt": models.llama(SERVED[r["model"]], _rounded(prompt)), "output": output, "tokens": (prompt, output)},
+        )
+
+
+def aiconfigurator(models: Models) -> Iterator[Case]:
+    """Measured serving points: milliseconds a token at a concurrency."""
+    machines = {"h100_sxm": "dgx-h100", "h200_sxm": "hgx-h200", "b200_sxm": "dgx-b200", "gb200": "gb200-nvl72"}
+    for r, fit in rows("aiconfigurator_silicon_dense"):
+        prompt, output = int(r["isl"]), int(r["osl"])
+
+        def build(seq: int, name: str = r["model_path"]) -> Workload:
+            if "Qwen3-32B" in name:
+                return models.qwen3_32b(_rounded(seq))
+            return models.llama("llama3-8b" if "8B" in name else "llama3-70b", _rounded(seq))
+
+        yield Case(
+            "aiconfigurator s/token",
+            f"{r['model_path']} {r['system']} {r['precision']} tp={r['tp_size']} b={r['batch_size']} {prompt}/{output}",
+            float(r["silicon_tpot_ms"]) / 1e3,
+            build(prompt + output // 2),
+            machines[r["system"]],
+            dict(
+                tp=int(float(r["tp_size"])),
+                batch=int(float(r["batch_size"])),
+                dtype=r["precision"] if r["precision"] in ("fp8", "fp4") else "bf16",
+            ),
+            fit,
+            "token",
+            (),
+            {"prompt": build(prompt), "output": output, "tokens": (prompt, output)},
+        )
+
+
+def _rounded(seq: int) -> int:
+    """To a multiple of 64: fewer models to count."""
+    return max(64, round(seq / 64) * 64)
+
+
+def serving(models: Models) -> list[Case]:
+    """All cases of generation."""
+    return [*tensorrt(models), *aiconfigurator(models)]
 
 
 def training(models: Models) -> list[Case]:
     """All cases of training."""
     return [
-        *vtrain(models, "multi"), *vtrain(models, "single"), *sc21(models), *crossover(models), *korthikanti(models),
-        *megatron_h100(models), *dgxc(models),
+        *vtrain(models, "multi"),
+        *vtrain(models, "single"),
+        *sc21(models),
+        *crossover(models),
+        *korthikanti(models),
+        *megatron_h100(models),
+        *dgxc(models),
     ]
