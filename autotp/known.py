@@ -7,13 +7,18 @@ real from the graph recorded so far.
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .errors import PatchError
+from .source import definition_of
 
 
 def known_result(
@@ -22,12 +27,17 @@ def known_result(
     kwargs: Any,
     graph: fx.Graph,
     constants: Mapping[str, torch.Tensor],
+    caller: FrameType,
 ) -> tuple[bool, Any]:
     """(True, what `function(*args, **kwargs)` gives), or (False, None) where that depends on more than sizes.
 
     args, kwargs: with nodes of `graph` for tensors. constants: the tensors of `get_attr` nodes that are
-    neither parameters nor buffers. Nothing is known of inputs, parameters, buffers and random numbers.
+    neither parameters nor buffers. caller: the code that asks; where it only makes a check, the check passes.
+    Nothing is known of inputs, parameters, buffers and random numbers.
     """
+    if _in_a_check(caller):
+        number = function is torch.Tensor.item and args[0].meta["val"].dtype is not torch.bool
+        return True, Passing(1) if number else True
     needed = _ancestors([n for n in _nodes((args, kwargs))])
     if needed is None or not all(_is_known(node, constants) for node in needed):
         return False, None
@@ -64,10 +74,30 @@ _CHECKS = {
 }
 
 
-def in_a_check(caller: FrameType) -> bool:
-    """Whether `caller` is one of torch's functions that only raise where a condition does not hold. A run
-    that goes on has passed them, and the real model makes them itself."""
-    return caller.f_code in _CHECKS
+class Passing(int):
+    """A number that is only looked at by an `assert`: it is all that it is compared with."""
+
+    def _holds(self, other: object) -> bool:
+        return True
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _holds
+    __hash__ = int.__hash__
+
+
+def _in_a_check(caller: FrameType) -> bool:
+    """Whether `caller` is at an `assert`, or is one of torch's functions that only raise where a condition
+    does not hold. A run that goes on has passed them, and the real model makes them itself."""
+    return caller.f_code in _CHECKS or caller.f_lineno in _asserted_lines(caller.f_code)
+
+
+@functools.lru_cache(maxsize=256)
+def _asserted_lines(code: CodeType) -> frozenset[int]:
+    try:
+        body = ast.walk(definition_of(code).statement)
+    except PatchError:  # no source
+        return frozenset()
+    spans = [(node.lineno, node.end_lineno or node.lineno) for node in body if isinstance(node, ast.Assert)]
+    return frozenset(line for first, last in spans for line in range(first, last + 1))
 
 
 def _nodes(value: Any) -> list[fx.Node]:

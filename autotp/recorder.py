@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from .captured import CapturedGraph, FunctionCall, ModuleCall, setitem
 from .errors import CaptureError
 from .ints import OPS, Attr, Const, Dim, Expr, TrackedFloat, TrackedInt, dims_of, evaluate, plain
-from .known import in_a_check, known_result
+from .known import known_result
 from .nested import has_tensor, map_parts, own_objects, plain_containers, untracked, versions
 from .sites import Frame, Site, autograd_function_frame, frames_below
 from .skeleton import Skeleton
@@ -110,10 +110,8 @@ class Recorder(TorchFunctionMode):
         try:
             out = func(*untracked(args), **untracked(kwargs))
         except DataDependentOutputException:
-            if in_a_check(sys._getframe(2)):
-                return True
             lifted, named = self._runnable(self._lift(args)), self._runnable(self._lift(kwargs))
-            known, out = known_result(func, lifted, named, self.graph, self.constants)
+            known, out = known_result(func, lifted, named, self.graph, self.constants, sys._getframe(2))
             if not known or has_tensor(out):
                 raise
             return out
@@ -126,6 +124,8 @@ class Recorder(TorchFunctionMode):
                 "in-place operation (copy_) or a new tensor."
             )
         if not changed and not has_tensor(out):
+            if name == "register_hook" and id(args[0]) in self._nodes:
+                self._nodes[id(args[0])].meta["gradient_hook"] = True  # no graph shows what it does
             return out
         if name.endswith("_") and not name.endswith("__") and args and not changed:
             changed = [args[0]]  # requires_grad_, detach_: what is changed is not the data

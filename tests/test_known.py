@@ -1,7 +1,9 @@
 """What a model reads of its own tensors while it is recorded: known where it follows from sizes, refused
 elsewhere."""
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,4 +94,29 @@ def test_checks_of_values_are_passed_by() -> None:
     model, x = Checks(), torch.randn(3, 4)
     assert torch.equal(autotp.capture(model, x=x).run(model, x=x), model(x))
     with pytest.raises(ValueError, match="too large"):
+        model(x + 1e7)
+
+
+ASSERTS = """
+import torch
+from torch import nn
+
+class Asserts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert x.shape[0] > 1 and x.sum().item() < 1e6, "too large"
+        assert (x < 1e6).all()
+        return self.linear(x)
+"""
+
+
+def test_asserts_of_values_are_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asserting.py").write_text(ASSERTS)  # in a file of its own: pytest rewrites asserts in tests
+    monkeypatch.syspath_prepend(tmp_path)
+    model, x = importlib.import_module("asserting").Asserts(), torch.randn(3, 4)
+    assert torch.equal(autotp.capture(model, x=x).run(model, x=x), model(x))
+    with pytest.raises(AssertionError, match="too large"):
         model(x + 1e7)
