@@ -51,7 +51,8 @@ SIZES: dict[int, str] = {
     "shared_intermediate_size ffn_intermediate_size intermediate_dim encoder_intermediate_size "
     "decoder_intermediate_size",
     32: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size "
-    "moe_shared_expert_intermediate_size image_size moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size image_size moe_ffn_hidden_size conv_channels "
+    "subsampling_conv_channels",
     16: "head_dim attention_head_size d_kv kv_channels v_head_dim qk_nope_head_dim qk_head_dim "
     "linear_key_head_dim linear_value_head_dim global_head_dim max_source_positions mamba_d_state "
     "ssm_state_size state_size num_conv_pos_embeddings num_mel_bins time_step_rank codebook_size",
@@ -64,6 +65,7 @@ SIZES: dict[int, str] = {
     24: "q_lora_rank kv_lora_rank o_lora_rank",
 }
 CAPS = {name: cap for cap, names in SIZES.items() for name in names.split()}
+LISTS = {"image_size": 32, "patch_size": 8, "conv_dim": 16, "tdnn_dim": 32}
 LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers "
@@ -99,8 +101,8 @@ def _shrunk(name: str, value: Any, given: Any) -> Any:
         return TOKENS[name]
     if isinstance(value, bool) or value is None:
         return value
-    if name in ("image_size", "patch_size") and isinstance(value, (list, tuple)):
-        return [min(v, CAPS[name]) for v in value]
+    if name in LISTS and isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value):
+        return [min(v, LISTS[name]) for v in value]
     if name in ("num_key_value_heads", "num_kv_heads") and value == given("num_attention_heads"):
         return 4
     if isinstance(value, int):
