@@ -79,7 +79,7 @@ def parallelize(
     outcome = "rewritten"
     try:
         rewrite(model, decided, ranks)
-    except Exception as error:  # out of memory, say: the others must not wait for this rank in their first forward
+    except Exception as error:  # out of memory, say: the others must not wait for this rank
         outcome = error
     try:
         agree(ranks, outcome)
@@ -102,7 +102,8 @@ def _for_comparison(plan: Plan) -> str:
 
 def _nothing_split(plan: Plan) -> str:
     reasons = [f"  {name}: {why}" for name, why in list(plan.kept.items())[:8]]
-    return f"tp={plan.tp} splits nothing of {plan.model}; a smaller tp may. Why:\n" + "\n".join(reasons)
+    smaller = "; a smaller tp may" if plan.tp > 2 else ""
+    return f"tp={plan.tp} splits nothing of {plan.model}{smaller}. Why:\n" + "\n".join(reasons)
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,7 @@ def capture(model: nn.Module, /, **inputs: Any) -> CapturedGraph:
     skeleton = clone(model)
     recorder = Recorder(skeleton)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
+        with quietly(), torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
             faked = _placeholders(recorder, given)
             with _intercepted(recorder), recorder:
                 output = skeleton.module(**faked)
@@ -53,6 +54,17 @@ def capture(model: nn.Module, /, **inputs: Any) -> CapturedGraph:
         raise
     except Exception as error:
         raise _explained(error, recorder) from error
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within it, torch does not print what it raises anyway: a failure of an operation on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _placeholders(recorder: Recorder, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def register(app: typer.Typer, guarded: Callable[[bool, Callable[[], Any]], Any]
         )
 
     @app.command(
-        epilog="[cyan]autotp predict ./Llama-3-70B --cluster dgx-h100:8 --tp 8 --pp 4 --dp 2 --batch 512[/cyan]"
+        epilog="[cyan]autotp predict ./Llama-3-70B --cluster dgx-h100:8 --tp 8 --pp 4 --batch 512[/cyan]"
     )
     def predict(
         context: typer.Context,
@@ -260,5 +260,6 @@ def _calibrate(out: Path, seconds: float) -> None:
         cluster = calibrate(seconds, progress=status.update)
     out.write_text(to_yaml(cluster))
     console.print(
-        f"wrote {out}: {cluster.gpu.name}, {max(cluster.gpu.peak.values()):.3g} TFLOP/s, {cluster.gpu.bandwidth:.0f} GB/s"
+        f"wrote {out}: {cluster.gpu.name}, {max(cluster.gpu.peak.values()):.3g} TFLOP/s, "
+        f"{cluster.gpu.bandwidth:.0f} GB/s"
     )

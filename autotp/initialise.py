@@ -174,7 +174,7 @@ class _Recorded:
         out = func(*shells[0], **shells[1])
         if any(x.shape != x.shell.shape or x.stride() != x.shell.stride() for x in given):
             raise CheckpointError(
-                f"{func} changes the shape of a tensor in place, which can't be followed. Build the model whole "
+                f"{func} changes the shape of a tensor in place, which can't be followed. Build it whole "
                 "on every rank with the same seed, then parallelize it."
             )
         if func._schema.is_mutable:

@@ -16,6 +16,7 @@ import copy
 import difflib
 import functools
 import operator
+import threading
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -359,6 +360,9 @@ class _Record:
         )
 
 
+_PARSING = threading.Lock()  # CPython's ast is not safe to use from several threads at once
+
+
 def patch_forward(
     module: nn.Module, patches: Mapping[Site, SitePatch] | Iterable[tuple[Site, SitePatch]]
 ) -> Callable[..., Any]:
@@ -381,7 +385,8 @@ def patch_forward(
     if len(codes) != 1 or None in codes:
         raise PatchError(f"{name}: the sites do not all begin in one forward of known source")
     try:
-        rewritten = _rewrite(pairs[0][0].frames[0].code, [(site.frames, patch) for site, patch in pairs])
+        with _PARSING:
+            rewritten = _rewrite(pairs[0][0].frames[0].code, [(site.frames, patch) for site, patch in pairs])
     except PatchError as error:
         raise PatchError(f"{name}: {error}") from error
     forward = _replace(module.forward, rewritten)

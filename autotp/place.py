@@ -192,6 +192,11 @@ def _enters(user: fx.Node, path, inside, partial, converted) -> bool:
     return (user in inside or user in partial) and (user, path) not in converted
 
 
+def _opaque(node: fx.Node) -> bool:
+    """May the backward here be other than linear in the gradient? Then a share of one won't do."""
+    return bool(node.meta.get("custom_grad") or node.meta.get("gradient_hook"))
+
+
 def _upwards(index, node, entering, inside, partial, reduced, converted, grad_uses) -> set[fx.Node]:
     """The replicated operations between `node` and values that enter anyway: there its `enter` costs nothing
     more.
@@ -207,6 +212,7 @@ def _upwards(index, node, entering, inside, partial, reduced, converted, grad_us
             continue
         if (
             value.op in ("placeholder", "get_attr")
+            or _opaque(value)
             or value in reduced
             or value in inside
             or len(region) > 2000
@@ -251,7 +257,7 @@ def _to_inputs(
                 return set(), set()
             inputs.add(value)
             continue
-        if value in reduced or value in inside or value.op == "placeholder":
+        if value in reduced or value in inside or value.op == "placeholder" or _opaque(value):
             return set(), set()
         region.add(value)
         todo += [op.node for op in index.operands[value]]
@@ -275,6 +281,8 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
         if value in region or value in inside:
             continue
         if value.op not in ("call_function", "call_module") or value in reduced or len(region) > 2000:
+            return set()
+        if _opaque(value):
             return set()
         others = [op.node for op in index.operands[value] if op.node is not node and op.node not in region]
         if any(wants_grad(other) and other.op != "get_attr" for other in others):

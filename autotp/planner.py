@@ -22,6 +22,7 @@ from .capture import CapturedGraph, capture
 from .choose import Choice, choose
 from .errors import AutotpError, CaptureError, PlanError
 from .flow import Flow
+from .foreign import Hooked, doubts, hooks_of
 from .graph import GraphIndex, describe
 from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
@@ -50,18 +51,24 @@ class Analysis:
 
 
 def analyse(
-    model: nn.Module, tp: int, inputs: Mapping[str, Any] | None = None, policy: Policy | None = None
+    model: nn.Module,
+    tp: int,
+    inputs: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    hooked: Hooked | None = None,
 ) -> Analysis:
-    """Choose axes for `model` over `tp` ranks; a policy may refuse some.
+    """Choose axes for `model` over `tp` ranks; a policy may refuse some. `hooked`: users' hooks to respect.
 
     Raises CaptureError where the model can't be recorded.
     """
     captured = capture(model, **(inputs if inputs is not None else make_inputs(model)))
     index = GraphIndex(captured, propagate(captured))
-    return decide(index, tp, (policy or Policy()).bind(index, tp), {})
+    return decide(index, tp, (policy or Policy()).bind(index, tp), {}, hooked or Hooked())
 
 
-def decide(index: GraphIndex, tp: int, policy: BoundPolicy, refused: dict[Axis, str]) -> Analysis:
+def decide(
+    index: GraphIndex, tp: int, policy: BoundPolicy, refused: dict[Axis, str], hooked: Hooked
+) -> Analysis:
     """Choose axes other than the `refused` ones (which grow by those that turn out to be impossible)."""
 
     def allow(axis: Axis, flow: Flow) -> str | None:
@@ -76,6 +83,7 @@ def decide(index: GraphIndex, tp: int, policy: BoundPolicy, refused: dict[Axis, 
         problems += [(why, _nearest_axes(choice, node, set(axes))) for why, node, axes in realised.problems]
         problems += [(why, set(axes)) for s in solutions for why, axes in s.problems]
         problems += [(why, set(axes)) for why, axes in _unsupported(index, choice, placement)]
+        problems += [(why, set(axes)) for why, axes in doubts(index, choice, placement, realised, hooked)]
         given_up = {
             axis: why
             for why, axes in problems
@@ -189,7 +197,8 @@ def plan_and_analysis(
     for p in quiet.parameters():
         p.requires_grad_(p.is_floating_point() or p.is_complex())
     inputs = {k: _with_gradient(v) for k, v in inputs.items()}
-    found = _analyse_masked(quiet, tp, inputs, load(policy))
+    hooked = hooks_of(model)
+    found = _analyse_masked(quiet, tp, inputs, load(policy), hooked)
     refused: dict[Axis, str] = {}
     while True:
         result = to_plan(model, found, tp)
@@ -204,10 +213,12 @@ def plan_and_analysis(
             if not axes:
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
-            found = decide(found.index, tp, found.policy, refused)
+            found = decide(found.index, tp, found.policy, refused, hooked)
 
 
-def _analyse_masked(model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy) -> Analysis:
+def _analyse_masked(
+    model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy, hooked: Hooked
+) -> Analysis:
     """`analyse`, with a padding mask where the model takes one and none is given.
 
     Attention without a mask may leave out what attention with one does (repeat the key heads, as often as an
@@ -218,10 +229,10 @@ def _analyse_masked(model: nn.Module, tp: int, inputs: dict[str, Any], policy: P
     has_mask = inputs.get("attention_mask") is not None
     if takes_mask and not has_mask and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         try:
-            return analyse(model, tp, {**inputs, "attention_mask": torch.ones_like(ids)}, policy)
+            return analyse(model, tp, {**inputs, "attention_mask": torch.ones_like(ids)}, policy, hooked)
         except CaptureError:
             pass  # then without
-    return analyse(model, tp, inputs, policy)
+    return analyse(model, tp, inputs, policy, hooked)
 
 
 def _with_gradient(value: Any) -> Any:

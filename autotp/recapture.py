@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from .capture import CapturedGraph, capture
+from .capture import CapturedGraph, capture, quietly
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
 from .errors import AutotpError, PlanError
@@ -94,14 +93,19 @@ def check_decoding(model: nn.Module, local: nn.Module, found: Analysis, repeated
             first = skeleton.module(**{**inputs, "use_cache": True})
             kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
             last = {k: v[:, -1:] for k, v in inputs.items() if k in ("input_ids", "decoder_input_ids")}
+            mask = inputs.get("attention_mask")
+            if isinstance(mask, torch.Tensor) and "input_ids" in last:  # it grows with the cache
+                last["attention_mask"] = torch.cat([mask, mask[:, -1:]], -1)
             if kept and last:
                 skeleton.module(**{**inputs, **last, **kept, "use_cache": True})
 
     try:
-        decode(local)
+        with quietly():
+            decode(local)
     except Exception as error:
         try:
-            decode(model)
+            with quietly():
+                decode(model)
         except Exception:  # noqa: BLE001 - it does not decode like this, split or whole: nothing is proven
             return
         if isinstance(error, AutotpError):
@@ -274,7 +278,8 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
         for arrow, places in found.realised.places
         for where in places
         # without gradients an arrow leaves no trace
-        if arrow.source.meta.get("grad_enabled", True) and counted(where)
+        if counted(where)
+        and (arrow.source.meta.get("grad_enabled", True) or arrow.source.meta.get("custom_grad"))
     }
     planned: Counter[str] = Counter()
     for kind, enter, where in placed:

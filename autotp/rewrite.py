@@ -85,15 +85,9 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     if plan.observed:
         request.watch(model)
     for module, sites in patches.items():
-        guard = SiteGuard(module, tuple(map(str, sites)))
+        guard = SiteGuard(module)
         owner = model.get_submodule(module)
-        patch_forward(
-            owner,
-            {
-                s: SitePatch(p.ints, p.before, guard.watch(i, p.after))
-                for i, (s, p) in enumerate(sites.items())
-            },
-        )
+        patch_forward(owner, {site: guard.watch(site, patch) for site, patch in sites.items()})
         owner.register_forward_hook(guard)
     state.finish(model)
 
@@ -112,25 +106,29 @@ class SiteGuard:
     the right shapes. That must not pass in silence.
     """
 
-    def __init__(self, module: str, sites: tuple[str, ...]):
-        self.module, self.sites = module, sites
-        self.seen: set[int] = set()
+    def __init__(self, module: str):
+        self.module = module
+        self.seen: set[Any] = set()
+        self._watchers: dict[Any, Callable[[Any], Any]] = {}
 
-    def watch(self, site: int, after: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        """`after`, noting that the site ran."""
+    def watch(self, site: Site, patch: _Patch) -> SitePatch:
+        """The patch, noting that the site ran. Equal patches of one expression, reached on several ways, are
+        one."""
+        after = patch.after
+        key = (site.frames[-1], *patch.ints.items(), *patch.before.items(), after)
 
         def noted(result: Any) -> Any:
             if not torch.compiler.is_compiling():
-                self.seen.add(site)
+                self.seen.add(key)
             return result if after is None else after(result)
 
         noted.__name__ = getattr(after, "__name__", "nothing")
-        return noted
+        return SitePatch(patch.ints, patch.before, self._watchers.setdefault(key, noted))
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        missed = [site for i, site in enumerate(self.sites) if i not in self.seen]
+        missed = [key[0] for key in self._watchers if key not in self.seen]
         self.seen.clear()
         if missed:
             raise AutotpError(

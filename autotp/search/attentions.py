@@ -1,5 +1,4 @@
-"""An attention's nodes in a captured graph, whether it is fused or written out as two products and a softmax.
-"""
+"""An attention's nodes in a captured graph, whether it is fused or two products and a softmax."""
 
 from __future__ import annotations
 

@@ -61,12 +61,16 @@ def calibrate(seconds: float = 60.0, progress: Tick = lambda text: None) -> Clus
         if cuda
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
+    e0, half_m, half_n, half_k = (float(f"{v:.3g}") for v in curve)
     gpu = Gpu(
         torch.cuda.get_device_name(0) if cuda else f"CPU ({torch.get_num_threads()} threads)",
         round(memory / 1e9, 1),
         round(bandwidth, 1),
         {k: float(f"{v:.4g}") for k, v in peaks.items()},
-        *(float(f"{v:.3g}") for v in curve),
+        e0,
+        half_m,
+        half_n,
+        half_k,
         sharp=3.0,
         stream=round(stream, 3),
         kernel_us=round(kernel * 1e6, 2),
@@ -127,7 +131,8 @@ def _products(
     device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], seconds: float
 ) -> list[tuple[tuple[int, int, int], float]]:
     """Seconds of matrix products, small ones first, while the time lasts."""
-    end, measured = time.perf_counter() + seconds, []
+    end = time.perf_counter() + seconds
+    measured: list[tuple[tuple[int, int, int], float]] = []
     for m, n, k in sorted(shapes, key=lambda s: s[0] * s[1] * s[2]):
         if time.perf_counter() > end and len(measured) > 8:
             break

@@ -53,7 +53,8 @@ class Link:
     A collective over n ranks takes `latency_us + per_rank_us * n + root_us * sqrt(MiB) + f * bytes /
     bandwidth`, where f is the share of the tensor that a ring sends, (n-1)/n (twice for an all-reduce).
     reduce_bandwidth: {ranks: GB/s}
-    of an all-reduce from so many ranks on, where it is another: a switch that sums (NVLS), PCIe over two sockets.
+    of an all-reduce from so many ranks on, where it is another: a switch that sums (NVLS), PCIe over two
+    sockets.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Software:
 
     fused_attention: bool = True
     launch_us: float = 20.0
-    decode_launch_us: float = 2.0
+    decode_launch_us: float = 3.0
     straggle: float = 0.25
     overlap_sharp: float = 2.5
     traffic: float = 1.0
@@ -102,8 +103,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes. node: GPUs of one. links: from the innermost level outwards; the last spans everything.
-    """
+    """GPUs in nodes. node: GPUs of one. links: the innermost level first; the last spans all."""
 
     name: str
     gpu: Gpu
@@ -158,7 +158,8 @@ def parse(raw: Any, where: str, nodes: int = 1) -> Cluster:
     top = {"name", "node", "gpu", "links", "software"}
     if set(raw) - top - {"source"} or not {"name", "node", "gpu", "links"} <= set(raw):
         raise SearchError(
-            f"{where}: keys {sorted(map(str, raw))}; it must have {', '.join(sorted(top))} (and may have source)."
+            f"{where}: keys {sorted(map(str, raw))}; it must have {', '.join(sorted(top))} "
+            "(and may have source)."
         )
     links = tuple(_make(Link, link, f"{where}: links") for link in raw["links"])
     return Cluster(

@@ -25,8 +25,8 @@ from .workload import Attention, Product, Shares, Unit, Workload, share
 BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 Array = np.ndarray
 
-# Bytes of traffic per score of an attention that is not fused, beside its two products: a softmax (read, write), and with
-# dropout its read, write and mask; backward likewise.
+# Elements moved per score of an attention that is not fused, beside its two products: by a softmax (read,
+# write), and with dropout by its read, write and mask; backward likewise.
 _SOFTMAX, _SOFTMAX_BACK = 2.0, 3.0  # elements
 _DROPOUT, _DROPOUT_BACK = 2.5, 2.5
 
@@ -120,7 +120,7 @@ def attention_time(cluster: Cluster, a: Attention, s: Setting) -> tuple[Array, A
     queries = a.queries / s.cp
     stream = gpu.bandwidth * 1e9 * gpu.stream
     if s.fused:
-        # FlashAttention (Dao et al., 2022): the masked half is skipped, the backward computes the scores again.
+        # FlashAttention (Dao et al., 2022): the masked half is skipped, the backward makes the scores again.
         half = 0.5 if a.causal else 1.0
         flops = 2 * heads * queries * a.keys * (a.size + a.value_size) * half
         peak = cluster.peak("bf16" if BYTES[s.dtype] < 2 else s.dtype) * gpu.attention * gpu.sustained
@@ -152,7 +152,7 @@ def region_time(cluster: Cluster, moved: Shares, s: Setting, kernels: int) -> Ar
 
 
 def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str, overlap: float = 0.0) -> Array:
-    """Seconds of a unit's tensor-parallel collectives that computation does not hide: `overlap` of it is hidden."""
+    """Seconds of a unit's tensor-parallel collectives, but for the share `overlap` that computation hides."""
     total = np.zeros(s.tp.shape)
     for m in unit.messages:
         if m.when != when:
@@ -185,7 +185,8 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     # Ranks that are launch-bound wait for the slowest of them at every collective.
     waiting = 1 + cluster.software.straggle * (s.tp / 8.0) ** 2 * (s.tp > 1)
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
-    ahead, back = messages_time(cluster, unit, s, "forward", cluster.software.tp_overlap), messages_time(cluster, unit, s, "backward", cluster.software.tp_overlap)
+    hidden = cluster.software.tp_overlap
+    ahead, back = (messages_time(cluster, unit, s, when, hidden) for when in ("forward", "backward"))
     if unit.layer:
         forward = _overlapped(forward + ahead, launching, cluster) - ahead
         backward = _overlapped(backward + back, 2 * launching, cluster) - back

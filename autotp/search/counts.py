@@ -75,8 +75,8 @@ def _inputs(model: nn.Module, seq: int | None) -> dict[str, Any]:
     names = [n for n in ("input_ids", "decoder_input_ids") if n in made]
     if seq is not None and not names:
         raise SearchError(
-            f"{type(model).__name__} takes no token ids, so seq={seq} can't be laid on it. Give `example_inputs` of batch 1 "
-            "and of the size you mean."
+            f"{type(model).__name__} takes no token ids, so seq={seq} can't be laid on it. Give "
+            "`example_inputs` of batch 1 and of the size you mean."
         )
     parameters = inspect.signature(model.forward).parameters
     result = {k: v for k, v in made.items() if not isinstance(v, torch.Tensor)}

@@ -188,7 +188,7 @@ def _costs(
     rows = np.flatnonzero(why == FINE)
     if not len(rows):
         raise SearchError(
-            f"batch={batch} over {cluster.gpus} GPUs: no dp and micro-batch divide it. Choose one with more divisors."
+            f"batch={batch} over {cluster.gpus} GPUs: no dp and micro-batch divide it. Choose another."
         )
     some = evaluate(workload, cluster, table.take(rows), batch, dtype)
 

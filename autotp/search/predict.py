@@ -193,11 +193,11 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
         raise SearchError(f"zero={c.zero}: 0, 1, 2 or 3.")
     if c.batch % (c.dp * c.micro_batch):
         raise SearchError(
-            f"batch={c.batch} is no multiple of dp * micro_batch = {c.dp} * {c.micro_batch}. Change one of them."
+            f"batch={c.batch} is no multiple of dp * micro_batch = {c.dp} * {c.micro_batch}. Change one."
         )
     if c.pp * c.virtual_stages > max(1, workload.layers):
         raise SearchError(
-            f"pp={c.pp} with {c.virtual_stages} virtual stages: the model has {workload.layers} layers to share."
+            f"pp={c.pp} with {c.virtual_stages} virtual stages: there are {workload.layers} layers to share."
         )
     if c.dtype not in BYTES:
         raise SearchError(f"dtype={c.dtype!r}: choose one of {', '.join(BYTES)}.")
@@ -260,11 +260,7 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     stages = cut(workload, c.pp * c.virtual_stages, costs)
     forward = [sum(compute_f[i] + sent_f[i] for i in stage) for stage in stages]
     backward = [sum(compute_b[i] + sent_b[i] for i in stage) for stage in stages]
-    hop = (
-        float(send(cluster, c.tp * c.dp * c.cp, _crossing(workload, s, c)))
-        if c.pp > 1
-        else 0.0
-    )
+    hop = float(send(cluster, c.tp * c.dp * c.cp, _crossing(workload, s, c))) if c.pp > 1 else 0.0
     pipeline, timeline = _pipeline(forward, backward, hop, c, simulated)
     rank_work = [sum(forward[k] + backward[k] for k in range(r, len(stages), c.pp)) for r in range(c.pp)]
     slowest = int(np.argmax(rank_work))
@@ -361,7 +357,7 @@ def data_parallel(
     times = np.where(np.asarray(zero) == 2, microbatches, 1)
     hidden = times * np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)
     halves = times * reduce + gather - software.dp_overlap * hidden
-    # ZeRO 3: weights gathered for each forward and each backward, gradients scattered after each, beside the computation.
+    # ZeRO 3: weights gathered for each forward and backward, gradients scattered after, beside computation.
     each = 2 * move("gather", weight) + move("scatter", weight)
     if not software.grouped_zero3:
         link = cluster.links[-1]
@@ -379,9 +375,9 @@ def stage_memory(
 ) -> tuple[tuple[float, ...], dict[str, float]]:
     """Peak bytes of each pipeline rank that holds the units `held`, and the fullest one's by kind."""
     params = memory.stage_params(workload, held, s.tp)[0]
-    data = np.float64(c.dp * c.cp)
+    data = np.array(float(c.dp * c.cp))
     weights, gradients, optimizer = memory.state(
-        params, data, np.float64(c.zero), cluster.software.gradient_bytes, c.dtype
+        params, data, np.array(c.zero), cluster.software.gradient_bytes, c.dtype
     )
     flight = in_flight(c.schedule, c.pp, c.microbatches, c.virtual_stages) / c.virtual_stages
     kept = [

@@ -39,8 +39,7 @@ def traffic(
     cores: Mapping[fx.Node, set[fx.Node]],
     ways: Callable[[fx.Node], int],
 ) -> dict[int, Traffic]:
-    """Traffic by unit. products: the nodes that multiply. cores: of each attention, by its result, its nodes.
-    """
+    """Traffic by unit. products: the nodes that multiply. cores: of each attention, its nodes."""
     return _Regions(index, unit_of, products, cores, ways).count()
 
 
@@ -220,8 +219,9 @@ class _Regions:
 
 
 _VIEWS = frozenset(
-    "view reshape transpose permute getitem __getitem__ unsqueeze squeeze expand expand_as contiguous split chunk unbind "
-    "flatten unflatten narrow select swapaxes movedim t to float type type_as half bfloat16 clone detach tile "
+    "view reshape transpose permute getitem __getitem__ unsqueeze squeeze expand expand_as contiguous split "
+    "chunk unbind flatten unflatten narrow select swapaxes movedim t to float type type_as half bfloat16 "
+    "clone detach tile "
     "repeat_interleave view_as reshape_as unfold".split()
 )
 

@@ -84,8 +84,9 @@ def prediction_table(p: Prediction) -> Table:
 def summary(result: SearchResult) -> str:
     """One line: what was looked at, on what."""
     return (
-        f"{result.workload.name}, {result.workload.parameters / 1e9:.1f}B parameters, on {result.cluster.gpus} x "
-        f"{result.cluster.gpu.name}: {result.considered:,} configurations, {result.fit:,} fit"
+        f"{result.workload.name}, {result.workload.parameters / 1e9:.1f}B parameters, on "
+        f"{result.cluster.gpus} x {result.cluster.gpu.name}: "
+        f"{result.considered:,} configurations, {result.fit:,} fit"
     )
 
 

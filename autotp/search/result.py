@@ -53,8 +53,9 @@ class SearchResult:
         """The fastest plan. Raises SearchError where nothing fits, with what came nearest."""
         if not self.plans:
             raise SearchError(
-                f"Nothing fits: of {self.considered} configurations of {self.workload.name} on {self.cluster.gpus} x "
-                f"{self.cluster.gpu.name} none does. {self._nearest()} Take more GPUs, or a smaller batch or sequence."
+                f"Nothing fits: of {self.considered} configurations of {self.workload.name} on "
+                f"{self.cluster.gpus} x {self.cluster.gpu.name} none does. {self._nearest()} Take more "
+                "GPUs, or a smaller batch or sequence."
             )
         return self.plans[0]
 
@@ -63,7 +64,8 @@ class SearchResult:
         if self._memory is None or self._table is None or not len(self._memory):
             return least
         row = int(np.argmin(self._memory))
-        return f"The least memory: {self._memory[row] / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f} with {self._config(row)}."
+        least = self._memory[row] / 1e9
+        return f"The least memory: {least:.0f} GB of {self.cluster.gpu.memory:.0f} with {self._config(row)}."
 
     def _config(self, row: int) -> Config:
         assert self._table is not None
@@ -106,8 +108,8 @@ class SearchResult:
         gains = {k: slower.breakdown.get(k, 0.0) - v for k, v in faster.breakdown.items()}
         most = max(gains, key=lambda k: gains[k])
         lines.append(
-            f"{'A' if faster is a else 'B'} is {slower.step_time / faster.step_time - 1:.1%} faster, most of it by {most} "
-            f"({gains[most]:.3f} s less)."
+            f"{'A' if faster is a else 'B'} is {slower.step_time / faster.step_time - 1:.1%} faster, most of "
+            f"it by {most} ({gains[most]:.3f} s less)."
         )
         return "\n".join(lines)
 

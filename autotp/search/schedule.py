@@ -44,8 +44,8 @@ def orders(schedule: str, ranks: int, microbatches: int, virtual: int = 1) -> li
         raise SearchError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}.")
     if virtual > 1 and microbatches % ranks:
         raise SearchError(
-            f"virtual_stages={virtual}: interleaving runs micro-batches in rounds of pp={ranks}, and {microbatches} is no "
-            "multiple of it. Change the micro-batch or pp."
+            f"virtual_stages={virtual}: interleaving runs in rounds of pp={ranks} micro-batches, and "
+            f"{microbatches} is no multiple of it. Change the micro-batch or pp."
         )
     if virtual > 1:
         return [_interleaved(rank, ranks, microbatches, virtual) for rank in range(ranks)]

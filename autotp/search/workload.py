@@ -13,8 +13,7 @@ from .regions import Traffic
 
 
 class Shares(dict[int, float]):
-    """Elements by the number of ways they can be divided over tensor-parallel ranks (1: every rank has them).
-    """
+    """Elements by the number of ways they can be divided over tensor-parallel ranks (1: all on each)."""
 
     def add(self, ways: int, elements: float) -> None:
         self[ways] = self.get(ways, 0.0) + elements
