@@ -1,4 +1,4 @@
-"""Counts against closed forms and torch's own counter, schedules against brute force, the table against single predictions."""
+"""Counts against closed forms and torch's own counter, schedules against brute force"""
 
 import json
 import time
@@ -85,12 +85,14 @@ def test_parameters_are_the_models_own():
 
 @pytest.mark.parametrize("build", [gpt, llama])
 def test_flops_are_torchs(build):
-    model = build(device="cpu", attn_implementation="eager").eval()  # torch does not count the fused one on a CPU
+    model = build(device="cpu", attn_implementation="eager").eval()  # torch counts no fused one on a CPU
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False)
     workload = count(model, 64)
     masked = sum(
-        a.heads * a.queries * a.keys * (a.size + a.value_size) for i in workload.order for a in workload.units[i].attentions
+        a.heads * a.queries * a.keys * (a.size + a.value_size)
+        for i in workload.order
+        for a in workload.units[i].attentions
     )  # torch counts the half that a causal mask hides
     got = workload.flops() + masked
     small = 2 * 64 * 32 * workload.layers  # rotary tables
@@ -139,7 +141,8 @@ def test_layers_are_numbered_not_of_different_kinds():
 
 def test_encoder_decoder_runs_both_stacks():
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(d_model=64, d_kv=16, num_heads=4, d_ff=128, num_layers=3, vocab_size=256))
+        config = T5Config(d_model=64, d_kv=16, num_heads=4, d_ff=128, num_layers=3, vocab_size=256)
+        model = T5ForConditionalGeneration(config)
     workload = count(model, 32)
     assert workload.layers == 6
     assert workload.parameters == sum(p.numel() for p in model.parameters())
@@ -147,7 +150,9 @@ def test_encoder_decoder_runs_both_stacks():
 
 # ---------------------------------------------------------------- schedules
 @settings(max_examples=30, deadline=None)
-@given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), virtual=st.integers(1, 3), forward=st.floats(0.1, 2))
+@given(
+    ranks=st.integers(1, 6), rounds=st.integers(1, 4), virtual=st.integers(1, 3), forward=st.floats(0.1, 2)
+)
 def test_even_stages_take_the_known_time(ranks, rounds, virtual, forward):
     count_ = ranks * rounds
     stages = ranks * virtual
@@ -226,7 +231,12 @@ def test_cluster_errors_say_what_there_is(source, words):
 
 
 def test_cluster_files_are_strict():
-    good = {"name": "x", "node": 1, "gpu": {"name": "g", "memory": 1, "bandwidth": 1, "peak": {}, "matmul": 1}, "links": []}
+    good = {
+        "name": "x",
+        "node": 1,
+        "gpu": {"name": "g", "memory": 1, "bandwidth": 1, "peak": {}, "matmul": 1},
+        "links": [],
+    }
     parse(good, "here")
     with pytest.raises(SearchError, match="speed"):
         parse(good | {"gpu": {**good["gpu"], "speed": 2}}, "here")
@@ -235,7 +245,9 @@ def test_cluster_files_are_strict():
 def test_a_large_all_reduce_is_bound_by_bandwidth():
     link = load("dgx-a100").links[0]
     size = 2.0**34
-    assert collective(link, "reduce", 8, size) == pytest.approx(2 * 7 / 8 * size / link.bandwidth / 1e9, rel=0.05)
+    assert collective(link, "reduce", 8, size) == pytest.approx(
+        2 * 7 / 8 * size / link.bandwidth / 1e9, rel=0.05
+    )
     assert collective(link, "reduce", 1, size) == 0
 
 
@@ -243,7 +255,9 @@ def test_between_nodes_each_gpu_sends_its_part():
     cluster = load("dgx-a100:4")
     whole = spread(cluster, "reduce", 32, 1, 2.0**34)
     inside = collective(cluster.links[0], "reduce", 8, 2.0**34)
-    assert whole - inside == pytest.approx(2 * 3 / 4 * 2.0**34 / 8 / cluster.links[1].bandwidth / 1e9, rel=0.05)
+    assert whole - inside == pytest.approx(
+        2 * 3 / 4 * 2.0**34 / 8 / cluster.links[1].bandwidth / 1e9, rel=0.05
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -275,10 +289,12 @@ def test_what_costs_more_takes_longer(gpt3):
 
 def test_published_runs_come_out_near():
     """The whole comparison is `python -m tools.validate`; this holds its middle."""
-    cases = [  # SC21 table 1, 18.4B; Korthikanti table 5, 22B
-        (count(gpt(6144, 48, 40, 2048, 51200), 2048), "dgx-a100:32", dict(tp=8, dp=32, batch=1024, micro_batch=8, recompute="full"), 9.40),
-        (count(gpt(6144, 64, 48, 2048, 51200), 2048), "dgx-a100:1", dict(tp=8, batch=4, micro_batch=4, recompute="full"), 1.42),
-    ]  # fmt: skip
+    sc21 = dict(tp=8, dp=32, batch=1024, micro_batch=8, recompute="full")  # table 1, 18.4B
+    korthikanti = dict(tp=8, batch=4, micro_batch=4, recompute="full")  # table 5, 22B
+    cases = [
+        (count(gpt(6144, 48, 40, 2048, 51200), 2048), "dgx-a100:32", sc21, 9.40),
+        (count(gpt(6144, 64, 48, 2048, 51200), 2048), "dgx-a100:1", korthikanti, 1.42),
+    ]
     for workload, cluster, options, measured in cases:
         assert predict(workload, cluster, **options).step_time == pytest.approx(measured, rel=0.1)
 
@@ -287,7 +303,8 @@ def test_published_runs_come_out_near():
     "options, words",
     [
         (dict(batch=7, dp=2), "no multiple"), (dict(batch=4, recompute="some"), "none, selective, full"),
-        (dict(batch=4, pp=200), "96 layers"), (dict(batch=4, tp=0), "at least 1"), (dict(batch=4, zero=5), "0, 1, 2 or 3"),
+        (dict(batch=4, pp=200), "96 layers"), (dict(batch=4, tp=0), "at least 1"),
+        (dict(batch=4, zero=5), "0, 1, 2 or 3"),
         (dict(batch=6, pp=4, virtual_stages=2), "multiple"), (dict(batch=4, dtype="int3"), "bf16"),
         (dict(batch=4, mode="dream"), "train or generate"), (dict(batch=4, seq=5), "counted at 2048"),
         (dict(batch=4, schedule="best"), "1f1b"), (dict(batch=4, attention="odd"), "unfused"),
@@ -309,9 +326,16 @@ def test_generation_reads_weights_and_cache(llama70):
     assert predict(llama70, "hgx-h200", tp=4, batch=64, seq=4096, mode="generate").step_time > p.step_time
 
 
-def test_over_pcie_eight_ranks_are_slower_than_four(llama70):
-    four, eight = (predict(llama70, "l40s", tp=t, batch=256, seq=4096, mode="generate", dtype="fp8") for t in (4, 8))
-    assert eight.step_time + eight.prefill_time > four.step_time + four.prefill_time
+def test_over_pcie_eight_ranks_are_no_twice_as_fast_as_four(llama70):
+    """On L40S without NVLink published throughput hardly rises from 4 to 8 ranks; with NVLink it does."""
+
+    def gain(cluster):
+        four, eight = (
+            predict(llama70, cluster, tp=t, batch=64, seq=4096, mode="generate", dtype="fp8") for t in (4, 8)
+        )
+        return four.prefill_time / eight.prefill_time
+
+    assert gain("l40s") < 1.1 < 1.5 < gain("hgx-h200")
 
 
 def test_a_token_is_one_row_of_everything(llama70):
@@ -357,7 +381,7 @@ def test_what_is_held_is_held(gpt3):
 
 def test_nothing_fits_says_by_how_much(gpt3):
     with pytest.raises(SearchError, match="The least memory: .* GB of 85"):
-        search(gpt3, "dgx-a100:1", batch=8, seq=2048).best
+        _ = search(gpt3, "dgx-a100:1", batch=8, seq=2048).best
 
 
 def test_a_175b_model_on_4096_gpus_takes_a_second(gpt3):
@@ -385,8 +409,8 @@ def test_front_doors():
     assert callable(autotp.search) and callable(autotp.predict)
     model = llama()
     p = autotp.predict(
-        model, cluster="dgx-a100:1", tp=2, pp=1, dp=4, batch=16, micro_batch=2, seq=64, recompute="none", zero=1,
-        virtual_stages=1, sequence_parallel=True, schedule="1f1b", dtype="bf16", mode="train",
+        model, cluster="dgx-a100:1", tp=2, pp=1, dp=4, batch=16, micro_batch=2, seq=64, recompute="none",
+        zero=1,         virtual_stages=1, sequence_parallel=True, schedule="1f1b", dtype="bf16", mode="train",
     )  # fmt: skip
     assert p.step_time > 0 and p.memory and p.breakdown
 

@@ -20,7 +20,6 @@ What comes out is a `Workload` (`workload.py`).
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,15 +28,13 @@ import torch
 from torch import fx, nn
 
 from ..axes import leaves
-from ..capture import capture
-from ..errors import AutotpError, SearchError
+from ..errors import AutotpError
 from ..flow import follow
 from ..graph import tensors_of
-from ..inputs import example_inputs
 from ..match import structure
-from ..planner import Analysis, analyse
-from ..recapture import hollow
+from ..planner import Analysis
 from .attentions import core_of
+from .recorded import analysed, inputs_of
 from .regions import traffic
 from .shorten import LayerList, layer_lists, shortened
 from .workload import Attention, Message, Product, Shares, Unit, Workload
@@ -50,14 +47,14 @@ def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] |
     example: inputs of batch 1, for models that don't take token ids. Raises SearchError where the model has
     no sequence to size, CaptureError where it can't be recorded.
     """
-    small = None if example is not None or seq is None else _inputs(model, None)
-    inputs = dict(example) if example is not None else _inputs(model, seq)
+    small = None if example is not None or seq is None else inputs_of(model, None)
+    inputs = dict(example) if example is not None else inputs_of(model, seq)
     lists = layer_lists(model)
     short = any(len(one.first) < len(one.kinds) for one in lists)
     found = None
     if short:
         try:
-            found = _analysed(shortened(model, lists), inputs, small)
+            found = analysed(shortened(model, lists), inputs, small)
         except (AutotpError, IndexError, KeyError):
             # Its code looks its layers up by number: it must be recorded whole.
             lists = [
@@ -65,53 +62,9 @@ def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] |
                 for one in lists
             ]
     if found is None:
-        found = _analysed(model, inputs, small)
+        found = analysed(model, inputs, small)
     length = seq or max((t.shape[1] for t in tensors_of(tuple(inputs.values())) if t.ndim > 1), default=1)
     return _Counter(found, lists, type(model).__name__, length).workload()
-
-
-def _inputs(model: nn.Module, seq: int | None) -> dict[str, Any]:
-    made = example_inputs(model)
-    names = [n for n in ("input_ids", "decoder_input_ids") if n in made]
-    if seq is not None and not names:
-        raise SearchError(
-            f"{type(model).__name__} takes no token ids, so seq={seq} can't be laid on it. Give "
-            "`example_inputs` of batch 1 and of the size you mean."
-        )
-    parameters = inspect.signature(model.forward).parameters
-    result = {k: v for k, v in made.items() if not isinstance(v, torch.Tensor)}
-    for name, value in made.items():
-        if isinstance(value, torch.Tensor):
-            if seq is not None and value.ndim == 2 and not value.is_floating_point():
-                result[name] = torch.empty(1, seq, dtype=value.dtype, device="meta")
-            else:
-                result[name] = torch.empty_like(value[:1], device="meta")
-    if "use_cache" in parameters:
-        result["use_cache"] = False
-    return result
-
-
-def _analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, Any] | None) -> Analysis:
-    """The graph at the size of `inputs`, with the axes chosen on `small` ones: those `parallelize` would
-    choose.
-    """
-    twin = hollow(model)
-    try:
-        found = analyse(twin.train(), 2, small or inputs)  # in training, dropout is part of the run
-    except AutotpError:
-        found = analyse(twin.eval(), 2, small or inputs)
-    if small is None:
-        return found
-    large = list(capture(twin, **inputs).graph.nodes)
-    nodes = list(found.captured.graph.nodes)
-    if [n.target for n in large] != [n.target for n in nodes] and [str(n) for n in large] != [
-        str(n) for n in nodes
-    ]:
-        return analyse(twin, 2, inputs)  # another way through its code: another graph
-    for node, sized in zip(nodes, large, strict=True):
-        if "val" in sized.meta:
-            node.meta["val"] = sized.meta["val"]
-    return found
 
 
 class _Counter:

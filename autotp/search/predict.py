@@ -11,18 +11,16 @@ from torch import nn
 
 from ..errors import SearchError
 from . import memory
-from .cluster import Cluster, collective, load, send, spread
+from .cluster import Cluster, load, send
 from .cost import BYTES, Setting, loss_time, ring_time, unit_passes
 from .counts import count
+from .data_parallel import data_parallel
 from .generate import generation
 from .schedule import SCHEDULES, Timeline, balanced, in_flight, simulate
 from .workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_STEPS = 20_000  # of a schedule that is simulated; beyond, the closed form is within 0.2 %
-OPTIMIZER_TRAFFIC = (
-    34.0  # bytes that Adam reads and writes per parameter, with the clip of the gradients' norm
-)
 
 
 @dataclass(frozen=True)
@@ -324,50 +322,6 @@ def _pipeline(
         return timeline.length + (c.microbatches - few) * (max(work) + sends), timeline
     through = (sum(work) - max(work) + sends * (c.pp - 1)) / c.virtual_stages
     return c.microbatches * (max(work) + sends) + through, None
-
-
-def data_parallel(
-    cluster: Cluster,
-    tp: Any,
-    ranks: Any,
-    zero: Any,
-    params: Any,
-    backward: Any,
-    micro_step: Any,
-    microbatches: Any,
-    dtype: str,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a
-    configuration.
-
-    ranks: data-parallel ones; params: of the fullest rank; backward: seconds of a micro-batch's, behind which
-    gradients can be reduced; micro_step: seconds of a micro-batch, forward and backward.
-    """
-    software = cluster.software
-    weight = 4.0 if dtype == "fp32" else 2.0
-    bandwidth = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
-    optimizer = params * OPTIMIZER_TRAFFIC / np.where(np.asarray(zero) > 0, ranks, 1) / bandwidth
-
-    def move(kind: str, width: float) -> np.ndarray:
-        return spread(cluster, kind, ranks, tp, params * width)
-
-    whole = np.maximum(0.0, move("reduce", software.gradient_bytes) - software.dp_overlap * backward)
-    reduce, gather = move("scatter", software.gradient_bytes), move("gather", weight)
-    # ZeRO 2 keeps no whole gradients from one micro-batch to the next: it reduces after each.
-    times = np.where(np.asarray(zero) == 2, microbatches, 1)
-    hidden = times * np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)
-    halves = times * reduce + gather - software.dp_overlap * hidden
-    # ZeRO 3: weights gathered for each forward and backward, gradients scattered after, beside computation.
-    each = 2 * move("gather", weight) + move("scatter", weight)
-    if not software.grouped_zero3:
-        link = cluster.links[-1]
-        flat = 2 * collective(link, "gather", ranks, params * weight) + collective(
-            link, "scatter", ranks, params * weight
-        )
-        each = np.where(np.asarray(ranks) * tp > cluster.links[0].size, flat, each)
-    sharded = microbatches * np.maximum(each - software.zero3_overlap * micro_step, each * 0.05)
-    exposed = np.select([np.asarray(zero) == 0, np.asarray(zero) < 3], [whole, halves], sharded)
-    return np.where(np.asarray(ranks) > 1, exposed, 0.0), optimizer
 
 
 def stage_memory(

@@ -13,7 +13,8 @@ import numpy as np
 from . import memory
 from .cluster import Cluster, send
 from .cost import Setting, loss_time, ring_time, unit_passes
-from .predict import RECOMPUTE, Config, cut, data_parallel
+from .data_parallel import data_parallel
+from .predict import RECOMPUTE, Config, cut
 from .workload import Shares, Workload
 
 Array = np.ndarray

@@ -12,14 +12,15 @@ from collections import defaultdict
 
 from .models import Models
 from .report import Outcome, line, outcomes
-from .tables import Case, training
+from .tables import Case, serving, training
 
 
 def main(arguments: list[str]) -> None:
     """Print the report."""
     words = [a.lower() for a in arguments if not a.startswith("--")]
     tables: dict[str, list[Case]] = defaultdict(list)
-    for case in training(Models()):
+    models = Models()
+    for case in [*training(models), *serving(models)]:
         if all(w in case.table.lower() for w in words):
             tables[case.table].append(case)
     print("| table | rows | n | mean error | median | worst | bias | regret (worst) | Spearman |")
@@ -40,7 +41,8 @@ def detail(o: Outcome) -> str:
     """One case in one line."""
     scale, unit = (2**30, "GiB") if o.case.what == "memory" else (1.0, "s")
     return (
-        f"{o.error:+7.1%}  {o.case.measured / scale:10.3f} {unit} measured, {o.predicted / scale:10.3f} predicted  "
+        f"{o.error:+7.1%}  {o.case.measured / scale:10.3f} {unit} measured, "
+        f"{o.predicted / scale:10.3f} predicted  "
         f"{'fit' if o.case.fit else 'out'}  {o.case.table}: {o.case.name}"
     )
 

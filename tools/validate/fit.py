@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,8 @@ def put(cluster: Cluster, path: str, value: float) -> Cluster:
     head, *rest = path.split(".")
     if head == "links":
         links = list(cluster.links)
-        links[int(rest[0])] = replace(links[int(rest[0])], **{rest[1]: value})
+        changed: dict[str, Any] = {rest[1]: value}
+        links[int(rest[0])] = replace(links[int(rest[0])], **changed)
         return replace(cluster, links=tuple(links))
     return replace(cluster, **{head: replace(getattr(cluster, head), **{rest[0]: value})})
 

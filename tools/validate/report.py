@@ -48,8 +48,8 @@ PREFILLED = 8192  # prompt tokens that it runs at once
 
 
 def served(case: Case) -> float:
-    """Seconds a token, or tokens/s, of a server in its steady state: while `batch` sequences make a token each, the share of
-    new ones that a step brings in is prefilled."""
+    """Seconds a token, or tokens/s, of a server in steady state: while `batch` sequences make a token each,
+    the share of new ones that a step brings in is prefilled."""
     prompt, output = case.notes["prompt"], case.notes["output"]
     options = {k: v for k, v in case.options.items() if k != "batch"} | {"mode": "generate"}
     batch = case.options.get("batch")
@@ -105,6 +105,7 @@ def line(table: str, found: list[Outcome], part: str) -> str:
     mean_regret, worst_regret, order, groups = choices(found)
     chosen = f"{mean_regret:.1%} ({worst_regret:.1%}, {groups} groups) | {order:.3f}" if groups else " | "
     return (
-        f"| {table} | {part} | {len(found)} | {np.abs(errors).mean():.1%} | {np.median(np.abs(errors)):.1%} | "
+        f"| {table} | {part} | {len(found)} | {np.abs(errors).mean():.1%} | "
+        f"{np.median(np.abs(errors)):.1%} | "
         f"{np.abs(errors).max():.1%} | {errors.mean():+.1%} | {chosen} |"
     )

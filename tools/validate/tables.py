@@ -212,7 +212,7 @@ def dgxc(models: Models, precision: str = "BF16") -> Iterator[Case]:
         if r["precision"] != precision or "FSDP" in r["model"] or r["gpu"] != "H100":
             continue
         seq, tp, pp, cp, gpus, layers = (int(r[k]) for k in ("seq", "tp", "pp", "cp", "gpus", "layers"))
-        # The v25.04 recipe prints no interleaving for nemotron-340b; a bubble of 7/16 could not give 50 % MFU.
+        # The v25.04 recipe prints no interleaving for nemotron-340b; 7/16 of bubble could not give 50 % MFU.
         virtual = int(r["vp"]) if r["vp"] else (12 if "340b" in r["model"] else 1)
         if r["model"].startswith("llama3.1"):
             workload = models.llama("llama3" + r["model"][8:].replace("-proxy", ""), seq, layers)
@@ -245,7 +245,8 @@ def dgxc(models: Models, precision: str = "BF16") -> Iterator[Case]:
 
 
 SERVED = {
-    "LLaMA-3.1-8B": "llama3-8b", "LLaMA-3.1-70B": "llama3-70b", "LLaMA-3.1-405B": "llama3-405b", "Mistral-7B": "mistral-7b",
+    "LLaMA-3.1-8B": "llama3-8b", "LLaMA-3.1-70B": "llama3-70b", "LLaMA-3.1-405B": "llama3-405b",
+    "Mistral-7B": "mistral-7b",
 }  # fmt: skip
 MACHINES = {"H100": "dgx-h100", "H200": "hgx-h200", "A100-80": "dgx-a100", "L40S": "l40s"}
 
@@ -266,13 +267,14 @@ def tensorrt(models: Models) -> Iterator[Case]:
             fit,
             "rate",
             (r["model"], r["gpu"], r["isl_osl"]),
-            {"prompt": models.llama(SERVED[r["model"]], _rounded(prompt)), "output": output, "tokens": (prompt, output)},
+            {"prompt": models.llama(SERVED[r["model"]], _rounded(prompt)), "output": output},
         )
 
 
 def aiconfigurator(models: Models) -> Iterator[Case]:
     """Measured serving points: milliseconds a token at a concurrency."""
-    machines = {"h100_sxm": "dgx-h100", "h200_sxm": "hgx-h200", "b200_sxm": "dgx-b200", "gb200": "gb200-nvl72"}
+    machines = {"h100_sxm": "dgx-h100", "h200_sxm": "hgx-h200", "b200_sxm": "dgx-b200"}
+    machines["gb200"] = "gb200-nvl72"
     for r, fit in rows("aiconfigurator_silicon_dense"):
         prompt, output = int(r["isl"]), int(r["osl"])
 
@@ -283,7 +285,8 @@ def aiconfigurator(models: Models) -> Iterator[Case]:
 
         yield Case(
             "aiconfigurator s/token",
-            f"{r['model_path']} {r['system']} {r['precision']} tp={r['tp_size']} b={r['batch_size']} {prompt}/{output}",
+            f"{r['model_path']} {r['system']} {r['precision']} tp={r['tp_size']} b={r['batch_size']} "
+            f"{prompt}/{output}",
             float(r["silicon_tpot_ms"]) / 1e3,
             build(prompt + output // 2),
             machines[r["system"]],
@@ -295,7 +298,7 @@ def aiconfigurator(models: Models) -> Iterator[Case]:
             fit,
             "token",
             (),
-            {"prompt": build(prompt), "output": output, "tokens": (prompt, output)},
+            {"prompt": build(prompt), "output": output},
         )
 
 
