@@ -40,6 +40,10 @@ class InMemory:
     tensor: Tensor
     counter: ReadCounter
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
     def fill(self, dest: Tensor, region: Region) -> None:
         part = self.tensor
         for dim, ranges in enumerate(region):

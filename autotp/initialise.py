@@ -262,6 +262,10 @@ class _Deferred:
     recorded: _Recorded
     tensor: _Pending
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
     def fill(self, dest: Tensor, region: Region) -> None:
         with torch.no_grad():
             part = self.recorded.values(self.recorded.view(self.tensor.shell), {})

@@ -24,7 +24,10 @@ aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """Where a tensor's values can be had."""
+    """Where a tensor's values can be had. `dtype`: of the stored ones."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def fill(self, dest: Tensor, region: Region) -> None:
         """Write the part `region` into `dest`, casting to its dtype."""

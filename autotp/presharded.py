@@ -88,6 +88,7 @@ class _Absent:
     """The values of an entry of which only shape and dtype were kept."""
 
     name: str
+    dtype: torch.dtype
 
     def fill(self, dest: Tensor, region: Region) -> None:
         raise CheckpointError(f"{self.name} is only to be had as a shard.")
@@ -116,7 +117,7 @@ def find_shards(path: Path) -> Shards | None:
         if told["format"] != FORMAT:
             raise CheckpointError(f"{path}: shards of format {told['format']}, this version reads {FORMAT}.")
         entries = {
-            name: lazy(tuple(shape), getattr(torch, dtype), _Absent(name))
+            name: lazy(tuple(shape), getattr(torch, dtype), _Absent(name, getattr(torch, dtype)))
             for name, (dtype, shape) in told["entries"].items()
         }
         return Shards(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, same_values, shortened
 from .errors import CheckpointError, ModelSourceError
-from .lazy import LazyTensor, base
+from .lazy import LazyTensor, base, sources
 from .model_source import _class_of, quiet
 from .recapture import hollow
 
@@ -125,6 +125,11 @@ def recipes(
             if t.shape != expected[n].shape
         ]
         missing, unexpected = set(dtypes) - set(found), set(checkpoint.tensors) - set(dtypes)
+    wrong += [
+        f"packed: {name} is {dtype} in the checkpoint and {dtypes[name]} in the model: unpack it first"
+        for name, tensor in found.items()
+        if dtypes[name].is_floating_point and (dtype := _packed(tensor, dtypes[name])) is not None
+    ]
     missing -= _tied_to_present(model, set(found))
     told = [] if allow_missing else [f"missing: {name}" for name in sorted(missing)]
     told = shortened(told) + shortened(sorted(wrong))
@@ -136,6 +141,12 @@ def recipes(
             + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out the rest."
         )
     return {name: t if t.dtype == dtypes[name] else t.to(dtypes[name]) for name, t in found.items()}
+
+
+def _packed(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of quantised values that a floating tensor is made of: a cast would not dequantise them."""
+    stored: list[torch.dtype] = [source.dtype for source in sources(tensor)]
+    return next((d for d in stored if d != dtype and (d.itemsize == 1 or not d.is_floating_point)), None)
 
 
 def _other_shape(name: str, got: Any, want: Any) -> str:

@@ -158,6 +158,10 @@ class Gathered:
     held: Held | None
     comm: Comm
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
     def fill(self, dest: Tensor, region: Region) -> None:
         """Put the part `region` of the whole into `dest`, on every rank; of replicated tensors, on rank 0."""
         layout = None if self.held is None else self.held.layout

@@ -281,6 +281,11 @@ def test_quantised_and_nothing_at_all(tmp_path: Path) -> None:
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "quantised (gptq)" in refused(tmp_path)
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    packed = "model.layers.0.mlp.up_proj.weight"
+    edited(tmp_path, lambda t: {**t, packed: t[packed].to(torch.int8)})
+    assert f"packed: {packed} is torch.int8" in refused(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "holds no weights" in refused(tmp_path)
     with pytest.raises(PlanError, match="pp=2"):
