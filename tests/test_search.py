@@ -277,6 +277,14 @@ def test_prediction_adds_up(gpt3):
     assert len(p.memory) == 8 and p.memory[0] > p.memory[4] and sum(p.stages) == 96
 
 
+def test_memory_is_not_under_published_peaks():
+    """SimuMax's B200 runs: the peak of torch's allocator, GiB."""
+    for layers, tp, dp, measured in ((12, 8, 1, 28.29), (12, 2, 4, 60.68)):
+        workload = count(llama(8192, 64, 8, 28672, layers, 128256), 4096)
+        p = predict(workload, "dgx-b200:1", tp=tp, dp=dp, batch=8 * dp, zero=1, sequence_parallel=True)
+        assert 0.99 < p.peak_memory / measured / 2**30 < 1.05
+
+
 def test_what_costs_more_takes_longer(gpt3):
     base = dict(tp=8, pp=8, batch=64, seq=2048)
     plain, again = (predict(gpt3, "dgx-a100:8", **base, recompute=r) for r in ("none", "full"))

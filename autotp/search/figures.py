@@ -102,7 +102,11 @@ def memory(p: Prediction) -> Any:
     if p.timeline is None:
         raise SearchError(f"{p.config}: no pipeline was simulated (pp=1, or too many actions to draw).")
     figure, axes = _axes(8, 4)
-    fixed = sum(v for k, v in p.memory_breakdown.items() if k not in ("activations", "recomputed", "logits"))
+    fixed = sum(
+        v
+        for k, v in p.memory_breakdown.items()
+        if k not in ("activations", "layer at work", "logits", "loose gradient")
+    )
     for rank in sorted({0, p.config.pp // 2, p.config.pp - 1}):
         steps = [
             (s if a.kind == "F" else e, 1 if a.kind == "F" else -1)

@@ -48,9 +48,10 @@ def saved(
     if recompute == "full" and unit.layer:
         kept = width * unit.output / divide * scale
         return Saved(kept, (whole + scores) * scale)
+    # While a layer goes backward, the gradients of what it saved are there, too.
     if recompute == "selective" or fused:
-        return Saved(whole * scale, scores * scale)
-    return Saved((whole + scores) * scale, np.zeros(tp.shape))
+        return Saved(whole * scale, (whole + scores) * scale)
+    return Saved((whole + scores) * scale, whole * scale)
 
 
 def state(
@@ -79,6 +80,17 @@ def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Arra
 def logits(workload: Workload, tp: Array, micro_batch: Array, cp: Array) -> Array:
     """Bytes at the loss: the logits in 16 and in 32 bits, and the softmax that its backward needs."""
     return workload.logits.local(tp, 1) * micro_batch / cp * 10.0
+
+
+def head_gradient(workload: Workload, tp: Array) -> Array:
+    """Bytes of the gradient of the head's weight, in 32 bits, before it is added to other micro-batches'."""
+    weights = [p.weight * share(tp, p.ways) for p in workload.units[workload.order[-1]].products]
+    return 4.0 * np.max([np.zeros(np.shape(tp)), *weights], axis=0)
+
+
+def table_gradient(workload: Workload, tp: Array) -> Array:
+    """The same of the embedding. It is the last of a backward: that micro-batch's activations are gone."""
+    return 4.0 * workload.units[workload.order[0]].params.local(tp)
 
 
 def cache(unit: Unit, tp: Array, sequences: Array, context: float, dtype: str) -> Array:

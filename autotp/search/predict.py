@@ -342,7 +342,13 @@ def stage_memory(
     for rank, units in enumerate(held):
         activations = flight[rank] * sum(float(kept[i].kept[0]) for i in units)
         transient = max((float(kept[i].transient[0]) for i in units), default=0.0)
-        head = float(memory.logits(workload, s.tp, s.micro_batch, s.cp)[0]) if rank == c.pp - 1 else 0.0
+        one = sum(float(kept[i].kept[0]) for i in units)
+        head = loose = 0.0
+        if rank == c.pp - 1:
+            head = float(memory.logits(workload, s.tp, s.micro_batch, s.cp)[0])
+            loose = float(memory.head_gradient(workload, s.tp)[0])
+        elif rank == 0:
+            loose = max(0.0, float(memory.table_gradient(workload, s.tp)[0]) - one)
         gathered = 0.0
         if c.zero >= 3:
             largest = max(float(workload.units[i].params.local(s.tp)[0]) for i in units)
@@ -352,7 +358,8 @@ def stage_memory(
             "gradients": float(gradients[rank]),
             "optimizer": float(optimizer[rank]),
             "activations": activations,
-            "recomputed": transient,
+            "layer at work": transient,
+            "loose gradient": loose,
             "logits": head,
             "gathered": gathered,
         }

@@ -131,7 +131,10 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
     )
     biggest = np.max([Shares(u.params).local(table.tp) for u in workload.units], axis=0)
     gathered = np.where(table.zero >= 3, 4.0 * biggest, 0.0)
-    activations = np.maximum(first_kept * flight, last_kept + head[of])
+    # On the first stage the embedding's gradient comes when a micro-batch's activations are gone.
+    table_gradient = np.maximum(0.0, memory.table_gradient(workload, table.tp) - first_kept)
+    first = first_kept * flight + np.where(table.pp > 1, table_gradient, 0.0)
+    activations = np.maximum(first, last_kept + head[of] + memory.head_gradient(workload, table.tp))
     base = weights + gradients + state + gathered
     return Costs(
         time,
@@ -149,7 +152,7 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
             "gradients": gradients,
             "optimizer": state,
             "activations": activations,
-            "recomputed": passing,
+            "layer at work": passing,
             "gathered": gathered,
         },
     )

@@ -7,6 +7,7 @@ constant.
 from __future__ import annotations
 
 import csv
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ def korthikanti(models: Models) -> Iterator[Case]:
                 {**o, **extra},
                 fit,
                 "memory",
-                notes={"without": ("reserve", "logits", "recomputed")},
+                notes={"without": ("logits", "layer at work", "loose gradient")},
             )
 
 
@@ -312,6 +313,21 @@ def serving(models: Models) -> list[Case]:
     return [*tensorrt(models), *aiconfigurator(models)]
 
 
+def simumax(models: Models) -> Iterator[Case]:
+    """SimuMax's runs of Llama layers on B200 (Megatron): time, and peak of the allocator."""
+    for r, fit in rows("simumax_b200"):
+        if not r["case"].startswith("llama3"):
+            continue
+        found = re.findall(r"_(l|tp|pp|dp|cp|mbc|seq)(\d+)", r["case"])
+        n = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "seq": 4096} | {k: int(v) for k, v in found}
+        workload = models.llama("llama3-70b" if "70b" in r["case"] else "llama3-405b", n["seq"], n["l"])
+        options = {k: n[k] for k in ("tp", "pp", "dp", "cp")}
+        options |= dict(batch=n["mbc"] * n["dp"], zero=1, sequence_parallel=n["tp"] > 1)
+        args = (workload, "dgx-b200:1", options, fit)
+        yield Case("SimuMax B200", r["case"], float(r["real_ms"]) / 1e3, *args)
+        yield Case("SimuMax B200 memory", r["case"], float(r["real_alloc_GiB"]) * 2**30, *args, "memory")
+
+
 def training(models: Models) -> list[Case]:
     """All cases of training."""
     return [
@@ -322,4 +338,5 @@ def training(models: Models) -> list[Case]:
         *korthikanti(models),
         *megatron_h100(models),
         *dgxc(models),
+        *simumax(models),
     ]
