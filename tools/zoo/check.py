@@ -74,7 +74,7 @@ def _prefixed(say: Callable[[str], None], prefix: str, what: str) -> None:
     say(prefix + what)
 
 
-ORDER = ("ok", "partly", "baseline", "refused", "crash", "hang", "wrong")  # from good to bad
+ORDER = ("ok", "partly", "baseline", "refused", "slow", "crash", "hang", "wrong")  # from good to bad
 
 
 def _since(began: float) -> float:

@@ -56,6 +56,18 @@ class Running:
     process: BaseProcess
     folder: Path
     began: float
+    used: float = 0.0  # seconds of processor time
+    busy: float = 0.0  # when it last used some
+
+    def look(self) -> None:
+        """Note whether the process computes: one that only waits hangs, however long another takes."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return
+        used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        if used > self.used:
+            self.used, self.busy = used, time.monotonic()
 
     def stage(self) -> str:
         path = self.folder / "stage"
@@ -89,9 +101,9 @@ def _finished(job: Running, limit: float) -> dict[str, Any]:
     why = f"{stage}: " + (
         f"not done after {limit:.0f} s, at {' < '.join(where[:3])}" if late else portable(log)[-400:]
     )
-    outcome = (
-        "hang" if late and stage.startswith("tp=") else "crash" if stage.startswith("tp=") else "baseline"
-    )
+    late_outcome = "hang" if time.monotonic() - job.busy > 20 else "slow"
+    ran = stage.startswith("tp=")
+    outcome = "baseline" if not ran else late_outcome if late else "crash"
     return {
         "class": job.cls, "model_type": job.model_type, "outcome": outcome, "why": why,
         "seconds": round(time.monotonic() - job.began, 1),
@@ -118,6 +130,7 @@ def sweep(todo: list[tuple[str, str, str]], jobs: int, limit: float, console: Co
                 running.append(Running(task, cls, model_type, process, folder, time.monotonic()))
             time.sleep(0.1)
             for job in list(running):
+                job.look()
                 if job.process.is_alive() and time.monotonic() - job.began < limit + 10:
                     continue
                 job.process.kill()

@@ -13,7 +13,7 @@ from typing import Any
 from .sweep import RESULTS, rows_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
-OUTCOMES = ("ok", "partly", "refused", "crash", "hang", "wrong", "baseline")
+OUTCOMES = ("ok", "partly", "refused", "slow", "crash", "hang", "wrong", "baseline")
 Row = dict[str, Any]
 
 
@@ -41,8 +41,8 @@ def page(tables: dict[str, dict[str, Row]], versions: str) -> str:
         "*refused*: a clear error",
         "before anything ran. *crash*: an error that autotp did not foresee, or only the first run shows. "
         "*wrong*: a number",
-        "differs. *hang*: not done in time. *baseline*: the whole model does not build from its default "
-        "config or does not run,",
+        "differs. *hang*: it waits without end. *slow*: not done in time. *baseline*: the whole "
+        "model does not build from its default config or does not run,",
         "so nothing can be said. Equal means: the largest difference relative to the largest value is "
         "below 1e-10 in float64,",
         "1e-5 where the model itself computes in float32.",

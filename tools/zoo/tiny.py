@@ -65,7 +65,11 @@ SIZES: dict[int, str] = {
     24: "q_lora_rank kv_lora_rank o_lora_rank",
 }
 CAPS = {name: cap for cap, names in SIZES.items() for name in names.split()}
-LISTS = {"image_size": 32, "patch_size": 8, "conv_dim": 16, "tdnn_dim": 32}
+LISTS = {
+    "image_size": 32, "patch_size": 8, "conv_dim": 16, "tdnn_dim": 32, "depths": 1,
+    "hidden_sizes": 64, "embed_dims": 32,
+    "neck_hidden_sizes": 64, "encoder_hidden_size": 64,
+}  # fmt: skip
 LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers "
