@@ -65,6 +65,12 @@ def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
         )
 
 
+_RANDOM = (
+    "scaled_dot_product_attention", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "rrelu", "bernoulli", "rand_like", "randn_like",
+)  # fmt: skip
+
+
 def _regions(found: Analysis) -> Iterator[Region]:
     """Where dropout is called as a function on sharded values: between a column and the row that reduces."""
     index, order = found.index, found.index.order
@@ -72,7 +78,8 @@ def _regions(found: Analysis) -> Iterator[Region]:
         inside = sorted(flow.inside, key=order.__getitem__)
         leaf_calls = [n for n in inside if n.op == "call_module"]
         for node in inside:
-            if getattr(node.target, "__name__", "") not in ("dropout", "scaled_dot_product_attention"):
+            name = getattr(node.target, "__name__", "")
+            if name not in _RANDOM:
                 continue
             before = [
                 n
@@ -81,7 +88,9 @@ def _regions(found: Analysis) -> Iterator[Region]:
             ]
             after = [n for n in leaf_calls if order[n] > order[node] and n in flow.partial]
             if before and after:
-                yield Region(str(before[0].target), str(after[0].target), str(node.meta["scope"]))
+                # attention drops only if its module has a rate for it; the others do what they are named for
+                owner = str(node.meta["scope"]) if name == "scaled_dot_product_attention" else None
+                yield Region(str(before[0].target), str(after[0].target), owner)
 
 
 def _precision(captured: CapturedGraph) -> str:

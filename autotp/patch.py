@@ -16,8 +16,8 @@ import copy
 import difflib
 import functools
 import operator
-import threading
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -96,9 +96,12 @@ def _together(arrows) -> list[Arrow]:
 
 def wants_grad(node: fx.Node) -> bool:
     """Does a gradient flow through this value?"""
+    # Inside an autograd.Function torch records no gradients, and a checkpointed part (reentrant) runs first
+    # without and then again with them.
+    unseen = node.meta.get("custom_grad") or not node.meta.get("grad_enabled", True)
     value = node.meta.get("val")
-    inner = node.meta.get("custom_grad") and isinstance(value, torch.Tensor) and value.is_floating_point()
-    return bool(node.meta.get("grad") or inner)  # inside an autograd.Function torch records no gradients
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return bool(node.meta.get("grad") or (unseen and floating))
 
 
 def _gradients(index, result, reduced, unreduced, converted, owner) -> None:

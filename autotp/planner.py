@@ -33,7 +33,7 @@ from .plan import Plan
 from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .realise import Realised, realise
-from .recapture import check_plan, hollow
+from .recapture import check_plan, hollow, training_ways
 from .solve import Solution, solve
 
 
@@ -108,7 +108,8 @@ def _axes_in(found: Analysis, module: str) -> set[Axis]:
         if axes:
             return axes
         module = module.rpartition(".")[0]
-    return set()
+    chosen = found.choice.flows.items()
+    return {axis for axis, flow in chosen if any(n.meta.get("scope") == "" for n in flow.inside)}
 
 
 def _nearest_axes(choice: Choice, node: fx.Node, axes: set[Axis]) -> set[Axis]:
@@ -207,13 +208,32 @@ def plan_and_analysis(
             return result, found
         try:
             check_plan(quiet, result, found)
+            _check_training(model, quiet, tp, result, found, hooked)
             return result, found
         except AutotpError as doubt:
-            axes = _axes_in(found, doubt.module or "")
+            axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
             if not axes:
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
             found = decide(found.index, tp, found.policy, refused, hooked)
+
+
+def _check_training(
+    model: nn.Module, quiet: nn.Module, tp: int, result: Plan, found: Analysis, hooked: Hooked
+) -> None:
+    """Where training computes something else, the plan made for it must be this plan; else PlanError."""
+    ways = training_ways(quiet, result, found)
+    if not ways:
+        return
+    try:
+        again = capture(quiet.train(), **found.captured.inputs)
+        index = GraphIndex(again, propagate(again))
+        other = to_plan(model, decide(index, tp, Policy().bind(index, tp), {}, hooked), tp)
+    finally:
+        quiet.eval()
+    if other.essence() != result.essence():
+        where, what = next(iter(ways.items()))
+        raise PlanError(f"{what}, and a plan for that would be another").at(where)
 
 
 def _analyse_masked(

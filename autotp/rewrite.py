@@ -50,7 +50,7 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
         set_attribute(model.get_submodule(local.module), local.name, local.local[comm.rank])
     at_results: list[tuple[str, ResultHook]] = []
     for region in plan.regions:
-        if has_dropout(model.get_submodule(region.owner)):
+        if region.owner is None or has_dropout(model.get_submodule(region.owner)):
             RegionRng.install(model.get_submodule(region.first), model.get_submodule(region.last), comm)
     patches: dict[str, dict[Site, _Patch]] = defaultdict(lambda: defaultdict(_Patch))
     for argument in plan.arguments:

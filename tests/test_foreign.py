@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.layouts import take
 
 
 class NormGrad(torch.autograd.Function):
@@ -118,3 +120,56 @@ def test_a_local_helper_called_several_times() -> None:
     assert report.ok, str(report)
     assert report.plan.sharded_fraction == 1.0 and report.plan.arguments
     assert copy.deepcopy(report.plan).digest == report.plan.digest
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.blocks, self.reentrant = nn.Linear(24, 24), nn.ModuleList([Model(), Model()]), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts(reentrant: bool) -> None:
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    report = autotp.verify(Checkpointed(reentrant).double(), 2, example_inputs=(x,), steps=2)
+    assert report.ok, str(report)
+    assert report.plan.params["blocks.0.a.weight"].layout is not None
+
+
+class OnlyInTraining(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.training:
+            h = h / h.norm(dim=-1, keepdim=True)
+        return self.b(torch.tanh(h))
+
+
+def test_what_only_training_does_is_seen() -> None:
+    plan = autotp.plan(OnlyInTraining(), 2, example_inputs=(torch.randn(2, 5, 24),))
+    assert "in training it also does norm" in plan.kept["a.weight"]
+
+
+def test_a_gradient_from_before_the_split_is_kept() -> None:
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    whole = Model().double()
+    for _ in range(2):
+        whole(x).pow(2).sum().backward()
+
+    def one(comm: Any) -> dict[str, tuple[torch.Tensor, Any]]:
+        model = Model().double()
+        model(x).pow(2).sum().backward()
+        autotp.parallelize(model, comm=comm, example_inputs=(x,))
+        model(x).pow(2).sum().backward()
+        layouts = {n: p.layout for n, p in model.autotp.plan.params.items()}
+        return {n: (p.grad.as_subclass(torch.Tensor), layouts[n]) for n, p in model.named_parameters()}
+
+    for rank, grads in enumerate(simulate(2, one)):
+        for name, (grad, layout) in grads.items():
+            want = whole.get_parameter(name).grad
+            torch.testing.assert_close(grad, take(want, layout, rank) if layout else want)

@@ -80,8 +80,10 @@ def shard_parameter(param: Tensor, layout: ParamLayout, rank: int) -> None:
         raise LayerError(f"a parameter of shape {shape} is neither whole {layout.shape} nor this rank's "
                          f"{layout.local_shape(rank)}; it was split another way under another name.")
     # A clone even of a view: the whole tensor's memory must go.
+    grad, param.grad = param.grad, None
     param.data = take(param.data, layout, rank).clone(memory_format=torch.contiguous_format)
-    param.grad = None
+    if grad is not None:                 # of micro-batches before the split
+        param.grad = take(grad, layout, rank).clone(memory_format=torch.contiguous_format)
 
 
 def shard_parameters(module: nn.Module, splits: dict[str, tuple[int, int, Layout]], comm: Comm) -> Layouts:

@@ -228,9 +228,8 @@ class _Counter:
         out = next(tensors_of(node.meta["val"])).numel()
         stack = weight.shape[0] if weight.ndim == 3 and node.op == "call_function" else 1
         inner = 1
-        for dim in self.index.axes.params[use.param]:
-            if set(leaves(dim)) & use.taken:
-                inner *= dim.size
+        for c in self.index.axes.facts[node].contracts:
+            inner *= c.axis.size if c.how == "sum" and c.weight == use.param else 1
         cols = weight.numel() / stack / inner
         if self._pieces(use.taken) > 1:
             split, ways = "inner", self._pieces(use.taken)
@@ -246,12 +245,37 @@ class _Counter:
         out = next(tensors_of(node.meta["val"]), None)
         if len(operands) < 2 or out is None or out.ndim < 2:
             return None
+        chosen = next((name for o in operands if (name := self._chosen_experts(o))), None)
+        if chosen is not None:
+            return self._experts(node, chosen, out)
         ways = self.ways(node)
         rows, cols = out.shape[-2], out.shape[-1]
         batch = out.numel() / (rows * cols)
         first = next(tensors_of(operands[0].meta["val"]))
         inner = max(1.0, first.numel() / (batch * rows))
         return Product(rows, cols, inner, batch, "batch" if ways > 1 else "", ways)
+
+    def _chosen_experts(self, node: fx.Node) -> str | None:
+        """The stack of weights of which `node` is a choice by index: one matrix for every row."""
+        for _ in range(4):
+            facts = self.index.facts(node)
+            looked_up = next((c.weight for c in facts.contracts if c.how == "lookup" and c.weight), None) if facts else None
+            if looked_up is not None:
+                return looked_up if self.index.captured.skeleton.get_parameter(looked_up).ndim == 3 else None
+            if not self.index.operands[node] or node in self.uses:
+                return None
+            node = self.index.operands[node][0].node
+        return None
+
+    def _experts(self, node: fx.Node, name: str, out: torch.Tensor) -> Product:
+        """A product of each row with the matrix that was chosen for it: as a group of products by expert."""
+        weight = self.index.captured.skeleton.get_parameter(name)
+        rows = out.shape[0]
+        cols = out.numel() / rows
+        inner = weight[0].numel() / cols
+        pieces = self._pieces(self.index.param_leaves.get(name, ()))
+        split = "" if pieces == 1 else "cols" if node in self.found.placement.sharded else "inner"
+        return Product(rows, cols, inner, 1.0, split, pieces, float(weight.numel()))
 
     def _messages(self) -> None:
         head = self._head()
