@@ -83,11 +83,17 @@ KINDS = [
 @pytest.mark.filterwarnings("ignore:.*stay whole on every rank")
 def test_what_hooks_and_backwards_do_is_the_same(kind: str) -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    want = run(hook(Model(kind).double()), x)
+    state = copy.deepcopy(Model().double().state_dict())  # the ranks' threads share one random generator: built once
+
+    def built() -> Model:
+        model = hook(Model(kind).double())
+        model.load_state_dict(state)
+        return model
+
+    want = run(built(), x)
 
     def one(comm: Any) -> list[torch.Tensor]:
-        model = autotp.parallelize(hook(Model(kind).double()), comm=comm, example_inputs=(x,))
-        return run(model, x)
+        return run(autotp.parallelize(built(), comm=comm, example_inputs=(x,)), x)
 
     for got in simulate(2, one):
         for g, w in zip(got, want, strict=True):
@@ -125,7 +131,8 @@ def test_a_local_helper_called_several_times() -> None:
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.first, self.blocks, self.reentrant = nn.Linear(24, 24), nn.ModuleList([Model(), Model()]), reentrant
+        self.first, self.blocks = nn.Linear(24, 24), nn.ModuleList([Model(), Model()])
+        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -158,11 +165,13 @@ def test_what_only_training_does_is_seen() -> None:
 def test_a_gradient_from_before_the_split_is_kept() -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     whole = Model().double()
+    state = copy.deepcopy(whole.state_dict())
     for _ in range(2):
         whole(x).pow(2).sum().backward()
 
     def one(comm: Any) -> dict[str, tuple[torch.Tensor, Any]]:
         model = Model().double()
+        model.load_state_dict(state)
         model(x).pow(2).sum().backward()
         autotp.parallelize(model, comm=comm, example_inputs=(x,))
         model(x).pow(2).sum().backward()
