@@ -177,7 +177,8 @@ def through_caches(number: int) -> list[int]:
 
 
 def test_cached_functions_do_not_mix_up_where_numbers_come_from() -> None:
-    """Equal numbers of two layers would share a cache entry, and the second layer get the first one's expression."""
+    """Equal numbers of two layers would share a cache entry, and the second layer get the first one's
+    expression."""
     for layer in ("0", "1"):
         for number in through_caches(TrackedInt(4, Attr(layer, "heads"))):
             assert atoms(expr_of(number)) == {Attr(layer, "heads")}

@@ -29,7 +29,7 @@ def finished(model: nn.Module) -> nn.Module:
     return randomise(model.double().eval())
 
 
-# --- a Llama in the style of Meta's own: complex rotary, a cache made by hand -----------------------------------
+# --- a Llama in the style of Meta's own: complex rotary, a cache made by hand -------------------------------
 
 
 class Norm(nn.Module):
@@ -162,7 +162,7 @@ def test_hand_made_cache_generates_the_same(tp: int) -> None:
         assert torch.equal(got, want)
 
 
-# --- torch's own ------------------------------------------------------------------------------------------------
+# --- torch's own --------------------------------------------------------------------------------------------
 
 
 class Translator(nn.Module):
@@ -185,7 +185,8 @@ def translator() -> Built:
 
 
 class Pooler(nn.Module):
-    """nn.MultiheadAttention with key and value widths of their own, a padding mask, a query made of weights."""
+    """nn.MultiheadAttention with key and value widths of their own, a padding mask, a query made of
+    weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,11 +211,12 @@ def pooler() -> Built:
     }
 
 
-# --- einops -----------------------------------------------------------------------------------------------------
+# --- einops -------------------------------------------------------------------------------------------------
 
 
 def einops_vit() -> Built:
-    """A vision transformer as lucidrains writes it: rearrange as function and as layer, einsum, a fused to_qkv."""
+    """A vision transformer as lucidrains writes it: rearrange as function and as layer, einsum, a fused
+    to_qkv."""
     pytest.importorskip("einops", reason="einops is not installed")
     from einops import einsum, rearrange, repeat
     from einops.layers.torch import Rearrange
@@ -274,7 +276,7 @@ def einops_vit() -> Built:
     return finished(ViT()), {"image": floats(2, 3, 16, 16)}
 
 
-# --- x-transformers ---------------------------------------------------------------------------------------------
+# --- x-transformers -----------------------------------------------------------------------------------------
 
 X_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -294,7 +296,7 @@ def x_transformer(options: str) -> Built:
     return finished(x.TransformerWrapper(num_tokens=256, max_seq_len=32, attn_layers=layers)), {"x": ids()}
 
 
-# --- all of them ------------------------------------------------------------------------------------------------
+# --- all of them --------------------------------------------------------------------------------------------
 
 OTHERS: dict[str, Callable[[], Built]] = {
     "complex llama": complex_llama,
