@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import autotp
 from autotp.errors import SearchError
@@ -435,3 +442,17 @@ def test_shares_and_settings():
     assert Shares({1: 4.0, 3: 9.0}).local(2, 2) == 2 + 6  # three pieces over two: the fuller rank has two
     one = np.ones(1)
     assert Setting(one * 8, one, one, one).divide == 8 and Setting(one * 8, one, one * 0, one).divide == 1
+
+
+def test_experts_are_products_by_expert():
+    config = MixtralConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=2,
+        vocab_size=128, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    workload = count(model, 32)
+    stacks = [p for p in workload.units[workload.order[1]].products if p.weight > p.cols * p.inner]
+    assert sum(p.weight for p in stacks) == 4 * 3 * 64 * 96
+    assert sum(2 * p.rows * p.cols * p.inner for p in stacks) == 2 * (32 * 2) * 3 * 64 * 96
+    assert {p.split for p in stacks} == {"cols", "inner"}

@@ -258,10 +258,10 @@ class _Counter:
     def _chosen_experts(self, node: fx.Node) -> str | None:
         """The stack of weights of which `node` is a choice by index: one matrix for every row."""
         for _ in range(4):
-            facts = self.index.facts(node)
-            looked_up = next((c.weight for c in facts.contracts if c.how == "lookup" and c.weight), None) if facts else None
-            if looked_up is not None:
-                return looked_up if self.index.captured.skeleton.get_parameter(looked_up).ndim == 3 else None
+            if node.op == "get_attr":
+                name = str(node.target)
+                stack = name in self.index.param_leaves and node.meta["val"].ndim == 3
+                return name if stack else None
             if not self.index.operands[node] or node in self.uses:
                 return None
             node = self.index.operands[node][0].node
