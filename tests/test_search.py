@@ -446,8 +446,8 @@ def test_shares_and_settings():
 
 def test_experts_are_products_by_expert():
     config = MixtralConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=2,
-        vocab_size=128, num_local_experts=4, num_experts_per_tok=2,
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        num_hidden_layers=2, vocab_size=128, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
