@@ -1,8 +1,7 @@
 """Pictures of a plan: SVG by a small layered layout of its own, and graphviz text of the same scene.
 
-The layout, per group: an item's row is one below the lowest row it takes values from (longest path); rows are
-centred; an edge to the next row is a curve, a longer one (a residual) runs in a lane at the left. So each
-group is drawn alone and its width and height are all that the group around it needs to know.
+The layout, per group: an item's row is one below the lowest it takes values from (longest path); rows are
+centred; an edge to the next row is a curve, a longer one runs in a lane at the left.
 """
 
 from __future__ import annotations
@@ -397,5 +396,5 @@ def _dot_edges(group: Item, came_from: list[str]) -> Iterator[str]:
 
 
 def _ends(item: Item) -> list[str]:
-    """The keys of the items from which a group's value comes."""
+    """Where a group's value comes from."""
     return [e for out in item.outs() for e in _ends(out)] if item.kind == "group" else [item.key]

@@ -5,7 +5,7 @@ Each message says what happened, where (module path, file:line of the model's ow
 
 
 class AutotpError(Exception):
-    """Base of all errors raised by autotp. `module`: the path of the module it concerns, where there is one."""
+    """Base of all errors raised by autotp. `module`: the path of the module it concerns, if there is one."""
 
     module: str | None = None
 

@@ -152,6 +152,8 @@ class GraphIndex:
 
     def attribute(self, module: str, name: str) -> int:
         """The value of a module's attribute, dotted (`config.num_heads`) where it sits in a config."""
+        if (module, name) in self.captured.attributes:
+            return self.captured.attributes[module, name]
         value: Any = self.captured.skeleton.get_submodule(module)
         for part in name.split("."):
             value = getattr(value, part)

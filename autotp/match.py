@@ -26,6 +26,7 @@ from torch import fx, nn
 
 from .axes import Axis, leaves
 from .graph import GraphIndex
+from .solve import node_ndim as ndim
 from .rules.op import Contract
 
 SUM, LOOKUP = "sum", "lookup"
@@ -165,7 +166,7 @@ class _Walk:
                     operands
                     and operands[0].node in found
                     and all(
-                        not op.node.meta["val"].is_floating_point() and _ndim(operands[0].node) > 2
+                        not op.node.meta["val"].is_floating_point() and ndim(operands[0].node) > 2
                         for op in operands[1:]
                     )
                 ):
@@ -386,20 +387,13 @@ class _Walk:
         return False
 
 
-def _ndim(node: fx.Node) -> int:
-    return node.meta["val"].dim()
-
-
 def _is_fused_attention(index: GraphIndex, node: fx.Node) -> bool:
-    return node.op == "call_module" and isinstance(
-        index.captured.skeleton.get_submodule(str(node.target)), nn.MultiheadAttention
-    )
+    if node.op != "call_module":
+        return False
+    return isinstance(index.captured.skeleton.get_submodule(str(node.target)), nn.MultiheadAttention)
 
 
 def _is_softmax(index: GraphIndex, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(index.captured.skeleton.get_submodule(str(node.target)), nn.Softmax)
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "softmax"
-
-
-__all__ = ["Attention", "Structure", "Use", "roles", "structure"]
+    if node.op != "call_module":
+        return node.op == "call_function" and getattr(node.target, "__name__", "") == "softmax"
+    return isinstance(index.captured.skeleton.get_submodule(str(node.target)), nn.Softmax)

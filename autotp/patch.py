@@ -360,7 +360,7 @@ class _Record:
         )
 
 
-_PARSING = threading.Lock()  # CPython's ast is not safe to use from several threads at once
+_PARSING = threading.Lock()  # CPython's ast is not safe to use from several threads
 
 
 def patch_forward(
@@ -370,12 +370,9 @@ def patch_forward(
 
     patches: all patches of this module at once; every site's frames begin at its forward. A site may come
     twice with equal patches. The class and other instances stay as they are; a deep copy of the module is
-    patched too, and bound to itself. A patched module cannot be pickled.
-    Returns the new `module.forward`.
-    Raises PatchError, before anything is changed: no source, an expression that cannot be replaced, one
-    site with two different patches, a forward that is already patched. And when it runs: where the model
-    takes another way than it was recorded on (another function at a call on the way to a site, a missing
-    argument).
+    patched too, and bound to itself. A patched module cannot be pickled. Returns the new `module.forward`.
+    Raises PatchError, before anything is changed: no source, an expression that cannot be replaced, a site
+    with two patches, a forward that is patched. And when the model takes another way than the recorded one.
     """
     pairs = list(patches.items() if isinstance(patches, Mapping) else patches)
     name = next((site.module for site, _ in pairs if site.module), type(module).__name__)

@@ -199,7 +199,8 @@ def _different_tokens(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _worst_step(got: dict[str, Any], whole: dict[str, Any]) -> tuple[float, str]:
     """AdamW moves every weight by about its learning rate: compare the moves, not the weights."""
-    moves = {k: (v.double() - whole["state"][k].double()).abs() for k, v in whole["step"].items() if v.numel()}
+    stepped = {k: v for k, v in whole["step"].items() if v.numel()}
+    moves = {k: (v.double() - whole["state"][k].double()).abs() for k, v in stepped.items()}
     scale = max(float(move.max()) for move in moves.values())
     worst = (0.0, "")
     for name in moves:

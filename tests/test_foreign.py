@@ -83,7 +83,8 @@ KINDS = [
 @pytest.mark.filterwarnings("ignore:.*stay whole on every rank")
 def test_what_hooks_and_backwards_do_is_the_same(kind: str) -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    state = copy.deepcopy(Model().double().state_dict())  # the ranks' threads share one random generator: built once
+    # the ranks' threads share one random generator: built once
+    state = copy.deepcopy(Model().double().state_dict())
 
     def built() -> Model:
         model = hook(Model(kind).double())

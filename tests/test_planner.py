@@ -59,7 +59,8 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.scale * torch.tanh(self.up(x))) * 2 + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        gated = torch.sigmoid(self.gate(x)) * self.up(x)
+        return self.down(self.scale * torch.tanh(self.up(x))) * 2 + self.down(gated)
 
 
 @pytest.mark.parametrize("tp", [2, 3])

@@ -1,4 +1,4 @@
-"""What is planned is what runs: the rewritten model, captured again, against the plan; and plans that lie are found out."""
+"""What is planned is what runs: the rewritten model, captured again; and plans that lie are caught."""
 
 from dataclasses import replace
 
@@ -56,7 +56,11 @@ def test_the_check_does_not_grow_with_the_depth() -> None:
     sizes = []
     for layers in (2, 6):
         config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
         )
         model = transformers.LlamaForCausalLM(config)
         plan, found = plan_and_analysis(model, 2, check=False)

@@ -402,7 +402,7 @@ def test_nothing_fits_says_by_how_much(gpt3):
 def test_a_175b_model_on_4096_gpus_takes_a_second(gpt3):
     start = time.process_time()
     result = search(gpt3, "dgx-h100:512", batch=4096, seq=2048)
-    assert time.process_time() - start < 2.0  # 0.5 s on an idle core; shared ones are slower
+    assert time.process_time() - start < 1.0
     assert result.best.config.gpus == 4096 and result.considered > 5000
 
 

@@ -20,7 +20,7 @@ from .schedule import SCHEDULES, Timeline, balanced, in_flight, simulate
 from .workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
-MOST_STEPS = 20_000  # of a schedule that is simulated; beyond, the closed form is within 0.2 %
+MOST_STEPS = 20_000  # of a schedule that is simulated; beyond, the closed form stands in
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """All candidates at once: the columns of a table of configurations, and their times and memory by numpy.
 
 The same cost functions as `predict`, with the pipeline in closed form instead of simulated, and memory looked
-at on the first and the last stage. A million candidates take about a second.
+at on the first and the last stage.
 """
 
 from __future__ import annotations

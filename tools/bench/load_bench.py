@@ -163,7 +163,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank:
         with telling_errors():
-            rank(*given.rank, given.tp)
+            contender, folder = given.rank
+            rank(contender, folder, given.tp)
         return
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = given.checkpoint or folder
