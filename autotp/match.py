@@ -26,8 +26,8 @@ from torch import fx, nn
 
 from .axes import Axis, leaves
 from .graph import GraphIndex
-from .solve import node_ndim as ndim
 from .rules.op import Contract
+from .solve import node_ndim as ndim
 
 SUM, LOOKUP = "sum", "lookup"
 
