@@ -113,7 +113,7 @@ def choose(
 
 
 def _numel(index: GraphIndex, name: str) -> int:
-    return index.captured.skeleton.get_parameter(name).numel()
+    return index.parameters[name].numel()
 
 
 def _share(dim: Axis, axis: Axis) -> float:
@@ -133,7 +133,7 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
         and sum(_numel(index, p) for p in flow.params) < index.largest_weight
     ):
         return "a small table: holding it whole is cheaper than a reduction after every look-up"
-    weights = sum(_numel(index, p) for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1)
+    weights = sum(_numel(index, p) for p in flow.params if index.parameters[p].ndim > 1)
     if not weights:
         return "only vectors carry it"
     sent = [e for e in flow.edges if e.kind in ("gather", "reduce", "stat") and not index.looks_up(e.source)]
@@ -149,7 +149,7 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
 
 def _products_with_weights(index: GraphIndex, flow: Flow) -> int:
     """How often a sharded matrix is multiplied by: a layer that runs twice counts twice."""
-    matrices = {p for p in flow.params if index.captured.skeleton.get_parameter(p).ndim > 1}
+    matrices = {p for p in flow.params if index.parameters[p].ndim > 1}
     return sum(
         any(name in matrices for name in index.module_params.get(node, {}).values())
         or any(op.node.op == "get_attr" and op.node.target in matrices for op in index.operands[node])

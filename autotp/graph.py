@@ -75,6 +75,7 @@ class GraphIndex:
 
     def __init__(self, captured: CapturedGraph, axes: Axes):
         self.captured, self.axes = captured, axes
+        self.parameters = dict(captured.skeleton.named_parameters(remove_duplicate=False))
         self.nodes = list(captured.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.operands: dict[fx.Node, list[Operand]] = {}
@@ -134,11 +135,7 @@ class GraphIndex:
                 self.touching[leaf].append(node)
 
     def is_parameter(self, name: str) -> bool:
-        try:
-            self.captured.skeleton.get_parameter(name)
-            return True
-        except AttributeError:
-            return False
+        return name in self.parameters
 
     def _enclosing(self) -> dict[fx.Node, ModuleCall | None]:
         """For every node the innermost non-leaf module call that was running."""

@@ -79,6 +79,10 @@ def _regions(found: Analysis) -> Iterator[Region]:
         leaf_calls = [n for n in inside if n.op == "call_module"]
         for node in inside:
             name = getattr(node.target, "__name__", "")
+            if node.op == "call_module":
+                module = index.captured.skeleton.get_submodule(str(node.target))
+                draws = isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout
+                name = "dropout" if draws else ""
             if name not in _RANDOM:
                 continue
             before = [
