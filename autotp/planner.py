@@ -190,8 +190,11 @@ def plan_and_analysis(
     model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, check: bool = True
 ) -> tuple[Plan, Analysis]:
     """`plan`, and all that was found out on the way."""
-    if tp < 1:
-        raise PlanError(f"tp={tp}: give a number of ranks of at least 1.")
+    if not isinstance(tp, int) or tp < 1:
+        raise PlanError(f"tp={tp!r}: give a number of ranks of at least 1.")
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlanError(f"{given} was given; give the model itself, an instance of torch.nn.Module.")
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = unasked(quiet, given_inputs(quiet, example_inputs))
     # What trains may change, and inputs may come with gradients: the plan is right for all of it.
