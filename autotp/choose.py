@@ -141,7 +141,7 @@ def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     if products > 1 and len(sent) > (products - 1 if products < 4 else 0.75 * products):
         return f"{len(sent)} collectives for {products} products: about one for every product along it"
     for edge in flow.edges:
-        column = edge.source.op == "call_module" and edge.source not in flow.partial
+        column = index.module_params.get(edge.source) and edge.source not in flow.partial
         if edge.kind == "gather" and not column:
             return f"{describe(edge.user or edge.source)}: {edge.why}"
     return None

@@ -130,7 +130,7 @@ def _slice_early(index: GraphIndex, flow: Flow, source: fx.Node) -> None:
 
 def _column_before(index: GraphIndex, node: fx.Node) -> fx.Node | None:
     """The leaf module whose output `node` is, up to changes element by element."""
-    while node.op == "call_function":
+    while node.op == "call_function" or (node.op == "call_module" and not index.module_params.get(node)):
         operands = index.operands[node]
         same_axes = len(operands) == 1 and index.axes.of[operands[0].node] == index.axes.of[node]
         if not same_axes or len(index.uses[operands[0].node]) != 1 or node.meta.get("mutates"):
