@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import autotp
-
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 import demo  # noqa: E402
@@ -26,7 +24,6 @@ def fetched(wheel: str) -> bool:
 
 needs_smollm2 = pytest.mark.skipif(not fetched(real_models.SMOLLM2_WHEEL), reason="run `make models` first")
 needs_minilm = pytest.mark.skipif(not fetched(real_models.MINILM_WHEEL), reason="run `make models` first")
-needs_parallelize = pytest.mark.skipif(not hasattr(autotp, "parallelize"), reason="no parallelize yet")
 
 
 @cache
@@ -70,7 +67,6 @@ def test_minilm_knows_a_paraphrase() -> None:
 
 
 @needs_smollm2
-@needs_parallelize
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_smollm2_says_the_same_sharded(tp: int) -> None:
     ranks: list[dict[str, Any]] = launch(demo.__file__, ["--worker", "--tp", str(tp)], tp, timeout=280)
@@ -82,7 +78,6 @@ def test_smollm2_says_the_same_sharded(tp: int) -> None:
 
 
 @needs_minilm
-@needs_parallelize
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_minilm_embeds_the_same_sharded(tp: int) -> None:
     for vectors in minilm.embed_sharded(tp):
