@@ -1,0 +1,5 @@
+"""Pipeline parallelism: a model cut into stages by its dataflow."""
+
+from .stages import Crossing, Stages, UnitCall
+
+__all__ = ["Crossing", "Stages", "UnitCall"]
