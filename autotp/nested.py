@@ -55,8 +55,8 @@ def map_nodes(value: Any, of: Callable[[fx.Node], Any], device: torch.device | N
 
 
 def map_tensors(value: Any, of: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with every tensor replaced by `of(tensor)`: each container's parts in its own order, a mapping's
-    as they were put in. What is no container (a cache object) is left as it is."""
+    """`value` with every tensor replaced by `of(tensor)`: each container's parts in its own order, a
+    mapping's as they were put in. What is no container (a cache object) is left as it is."""
     if isinstance(value, torch.Tensor):
         return of(value)
     return map_parts(value, lambda part: map_tensors(part, of))
