@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm import Comm, agree, attach
+from .comm import Comm, agree
 from .errors import AutotpError, CaptureError, LaunchError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
+from .mesh import attach
 from .plan import Plan
 from .planner import plan as make_plan
 from .planner import warn_replicated
@@ -52,7 +53,7 @@ def parallelize(
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
         raise CaptureError(f"{kind} is no torch.nn.Module with a forward in Python: give the model itself.")
-    ranks = comm if comm is not None else attach(tp)
+    ranks = comm if comm is not None else attach(tp).tp
     if tp is not None and ranks.size != tp:
         raise PlanError(f"tp={tp}, but there are {ranks.size} ranks.")
     if getattr(model, "autotp", None) is not None:

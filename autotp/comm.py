@@ -6,7 +6,6 @@ a tensor that requires grad is refused, because its backward would be wrong with
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import LaunchError, RankError
+from .errors import RankError
 
 T = TypeVar("T")
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -318,42 +317,7 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
     return results
 
 
-# ---------------------------------------------------------------- starting and agreeing
-def attach(tp: int | None = None) -> Comm:
-    """The tensor-parallel ranks this process belongs to: `tp` consecutive ranks of the world (None: all).
-
-    Uses the running process group, else starts one from torchrun's environment: nccl where there is a GPU for
-    each process (it takes the one of its LOCAL_RANK), else gloo. `tp=1` needs neither.
-
-    Raises LaunchError when there is nothing to attach to or `tp` does not divide the world size.
-    """
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-            if tp == 1:
-                return ShapeComm(0, 1)
-            raise LaunchError(f"tp={tp or 'all'} needs several processes, and this one was started alone. "
-                              f"Run with: torchrun --nproc-per-node {tp or 'N'} your_script.py; for one "
-                              "process, use autotp.plan or autotp.verify.")
-        # On a machine with fewer GPUs than processes the ranks meet on the CPU.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    world = dist.get_world_size()
-    if tp is None or tp == world:
-        return ProcessComm()
-    if tp < 1 or world % tp:
-        raise LaunchError(f"tp={tp} does not divide the world size {world}. Start a multiple of {tp} "
-                          f"processes (torchrun --nproc-per-node N), or choose a tp that divides {world}.")
-    own = None
-    for first in range(0, world, tp):            # every process takes part in making every group
-        group = dist.new_group(list(range(first, first + tp)))
-        if first <= dist.get_rank() < first + tp:
-            own = group
-    return ProcessComm(own)
-
-
+# ---------------------------------------------------------------- agreeing
 def agree(comm: Comm, outcome: str | BaseException) -> None:
     """Make sure that all ranks stand at the same point with the same `outcome`, before what can't be undone.
 

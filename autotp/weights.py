@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from .api import parallelize
 from .checkpoint import locate, open_checkpoint
-from .comm import Comm, ProcessComm, agree, attach
+from .comm import Comm, ProcessComm, agree
 from .errors import AutotpError, CheckpointError, PlanError
 from .lazy import fill
+from .mesh import attach
 from .plan import Plan
 from .presharded import find_shards
 from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
@@ -59,7 +60,7 @@ def load(
     were not asked for. Raises ModelSourceError for the config, and what `parallelize` raises."""
     if pp != 1 or dp != 1:
         raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
-    ranks = comm if comm is not None else attach(tp)
+    ranks = comm if comm is not None else attach(tp).tp
     where = torch.device(device) if device is not None else default_device(ranks)
     with together(ranks):
         root = _fetched(path, ranks)

@@ -3,11 +3,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import run
 
-from autotp.comm import ProcessComm, ShapeComm, agree, attach, simulate
-from autotp.errors import LaunchError, RankError
+from autotp.comm import ProcessComm, ShapeComm, agree, simulate
+from autotp.errors import RankError
 
 
 def collectives(comm):
@@ -62,11 +61,6 @@ def _gloo(rank):
     out = collectives(comm)
     with pytest.raises(RankError, match="failed on rank 1 of 3; rank 1 says: ValueError: no weights"):
         agree(comm, ValueError("no weights") if rank == 1 else "fine")
-    with pytest.raises(LaunchError, match="tp=2 does not divide the world size 3"):
-        attach(2)
-    assert attach().size == 3 and attach(3).rank == rank
-    alone = attach(1)
-    assert (alone.rank, alone.size) == (0, 1)
     with pytest.raises(RuntimeError, match="use an arrow"):
         comm.all_reduce(torch.ones(2, requires_grad=True))
     return out
@@ -76,33 +70,15 @@ def test_processes():
     check(run(3, _gloo))
 
 
-def _pairs(rank):
-    comm = attach(2)
-    return comm.rank, comm.size, comm.all_reduce(torch.tensor([float(rank)])).item(), \
-        comm.broadcast(torch.tensor([float(rank)]), 1).item(), dist.get_world_size()
-
-
-def test_attach_gives_consecutive_ranks_of_a_larger_world():
-    assert run(4, _pairs) == [(0, 2, 1, 1, 4), (1, 2, 1, 1, 4), (0, 2, 5, 3, 4), (1, 2, 5, 3, 4)]
-
-
 def _fails(rank):
     if rank == 1:
         raise ValueError("broken weights")
-    return attach().all_reduce(torch.ones(1))
+    return ProcessComm().all_reduce(torch.ones(1))
 
 
 def test_the_test_helper_names_the_rank_that_failed():
     with pytest.raises(RuntimeError, match="rank 1 of 2: ValueError: broken weights"):
         run(2, _fails)
-
-
-def test_attach_without_torchrun_says_what_to_run(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(LaunchError, match=r"torchrun --nproc-per-node 2 .*autotp\.plan or autotp\.verify"):
-        attach(2)
-    assert attach(1).size == 1
 
 
 def test_shapes_without_peers():
