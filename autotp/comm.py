@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.constants import default_pg_timeout
 
 from .errors import RankError
+from .mailbox import Mailbox
 
 T = TypeVar("T")
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -68,21 +70,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 # ---------------------------------------------------------------- processes
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-_DIRECT_BYTES = 2**17       # above this gloo's rings are quicker (2, 3 and 4 ranks measured)
-_DIRECT_TAG = 7919          # not the default tag: a caller's own messages in the group stay apart
+_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _timeout(group: dist.ProcessGroup | None) -> float:
+    """Seconds that the group's own collectives would wait."""
+    backend = group._get_backend(torch.device("cpu")) if group is not None else None
+    given = getattr(getattr(backend, "options", None), "_timeout", None)
+    return (given or default_pg_timeout).total_seconds()
 
 
 class ProcessComm(Comm):
     """The ranks of a `torch.distributed` process group (None: the default group).
 
-    On the CPU, small tensors go from each rank to each other one directly. Gloo runs collectives on threads
-    of its own, in several steps, but sends and receives from the caller's: half the time for two ranks, and
-    less when cores are short. Tensors are combined in rank order: all ranks get the same bits.
+    CPU tensors of ranks on one machine go through memory that they share (`mailbox.py`), all others through
+    the group's backend.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -90,37 +92,30 @@ class ProcessComm(Comm):
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
+    @functools.cached_property
+    def _mailbox(self) -> Mailbox | None:
+        """Made with the other ranks at the first collective that could use it."""
+        return Mailbox.open(self, _timeout(self.group))
+
+    def _shared(self, x: Tensor) -> Mailbox | None:
+        """The way through shared memory, where `x` can take it."""
+        fits = x.device.type == "cpu" and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()
+        return self._mailbox if fits and self.size > 1 else None
+
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         _refuse_grad(x)
-        if self._goes_direct(x, x.nbytes):
-            return functools.reduce(_COMBINE[op], self._from_all(x, [x.shape] * self.size))
+        if mailbox := self._shared(x):
+            return mailbox.all_reduce(x.contiguous(), _COMBINE[op])
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group)
         return out
 
-    def _goes_direct(self, x: Tensor, most: int) -> bool:
-        """Whether to exchange `x` directly; `most`: bytes that the largest rank brings (all must agree)."""
-        return (most <= _DIRECT_BYTES and x.device.type == "cpu" and self.size > 1
-                and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor))
-
-    def _from_all(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Every rank's `x`, whose shapes are known, in rank order."""
-        own = x.contiguous()
-        found = [own if rank == self.rank else own.new_empty(shape) for rank, shape in enumerate(shapes)]
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        works = [dist.isend(own, group=self.group, group_dst=peer, tag=_DIRECT_TAG) for peer in peers]
-        works += [dist.irecv(found[peer], group=self.group, group_src=peer, tag=_DIRECT_TAG)
-                  for peer in peers]
-        for work in works:
-            assert work is not None              # None is for ranks outside of the group
-            work.wait()
-        return found
-
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         _refuse_grad(x)
         before, after = x.shape[:dim % x.dim()], x.shape[dim % x.dim() + 1:]
-        if self._goes_direct(x, before.numel() * after.numel() * max(sizes) * x.element_size()):
-            return torch.cat(self._from_all(x, [(*before, n, *after) for n in sizes]), dim)
+        if mailbox := self._shared(x):
+            shapes = [torch.Size((*before, n, *after)) for n in sizes]
+            return mailbox.all_gather(x.contiguous(), shapes, dim)
         dim, longest = dim % x.dim(), max(sizes)
         if x.shape[dim] < longest:       # no backend gathers unequal sizes: pad to the longest, and cut after
             x = torch.cat([x, x.new_zeros(*before, longest - x.shape[dim], *after)], dim)
