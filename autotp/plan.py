@@ -8,10 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .layouts import DimLayout, ParamLayout
 from .realise import Where
+
+if TYPE_CHECKING:
+    from .pipeline.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `autotp.plan` decided for `model` over `tp` ranks."""
+    """What `autotp.plan` decided for `model` over `tp` ranks, in pipeline `stages` of so many ranks each."""
 
     model: str
     tp: int
@@ -149,6 +152,12 @@ class Plan:
     precision: str = (
         "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
     )
+    stages: Stages | None = None
+
+    @property
+    def degrees(self) -> str:
+        """`tp=8`, or `pp=4 × tp=2`."""
+        return f"tp={self.tp}" if self.stages is None else f"pp={self.stages.count} × tp={self.tp}"
 
     @cached_property
     def sharded_fraction(self) -> float:
@@ -157,9 +166,14 @@ class Plan:
         total = sum(_numel(p.shape) for p in block)
         return sum(_numel(p.shape) * p.sharded_share for p in block) / total if total else 0.0
 
-    def local_bytes(self, rank: int, itemsize: int = 4) -> int:
-        """Bytes of this rank's parameters at `itemsize` bytes an element."""
-        return itemsize * sum(_numel(p.local_shape(rank)) for p in self.params.values())
+    def local_bytes(self, rank: int, itemsize: int = 4, stage: int | None = None) -> int:
+        """Bytes of this tp rank's parameters (those of one stage) at `itemsize` bytes an element."""
+        held = [p for p in self.params.values() if stage is None or self.holds(p.name, stage)]
+        return itemsize * sum(_numel(p.local_shape(rank)) for p in held)
+
+    def holds(self, name: str, stage: int) -> bool:
+        """Whether a pipeline stage holds the parameter `name`."""
+        return self.stages is None or stage in self.stages.params[name]
 
     @cached_property
     def digest(self) -> str:
@@ -185,6 +199,7 @@ class Plan:
         return {
             "model": self.model,
             "tp": self.tp,
+            **({"pipeline": self.stages.to_dict()} if self.stages else {}),
             "sharded_fraction": round(self.sharded_fraction, 4),
             "parameters": {
                 name: {
@@ -230,7 +245,7 @@ class Plan:
     def __str__(self) -> str:
         sharded = sum(p.layout is not None for p in self.params.values())
         lines = [
-            f"{self.model} over tp={self.tp}: {sharded} of {len(self.params)} parameters sharded, "
+            f"{self.model} over {self.degrees}: {sharded} of {len(self.params)} parameters sharded, "
             f"{self.sharded_fraction:.1%} of the block weights, {len(self.collectives)} collectives, "
             f"digest {self.digest}"
         ]
@@ -239,6 +254,8 @@ class Plan:
             lines.append(
                 f"  {name:{width}}  {_shape(p.shape)} -> {_shape(p.local_shape(0))}  {p.placement}  {p.axes}"
             )
+        if self.stages is not None:
+            lines += [f"  {line}" for line in self.stages.lines()]
         lines += [
             f"  {c.kind}{' + enter' if c.enter else ''} at {', '.join(map(str, c.where))}: "
             f"{_shape(c.shape)}, {c.why}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx, nn
 from .axes import Axis, leaves
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
-from .errors import AutotpError, CaptureError, PlanError
+from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .flow import Flow
 from .foreign import Hooked, doubts, hooks_of
 from .graph import GraphIndex, describe
@@ -28,6 +28,8 @@ from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
 from .lowering import layer_kind, to_plan
 from .outputs import unasked
+from .pipeline.cut import cut
+from .pipeline.stages import Stages
 from .place import Placement, place
 from .plan import Plan
 from .policy import BoundPolicy, Policy, load
@@ -172,22 +174,39 @@ def _unsupported(
 
 
 def plan(
-    model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, check: bool = True
+    model: nn.Module,
+    tp: int,
+    policy: Any = None,
+    *,
+    pp: int = 1,
+    stages: Sequence[str] | None = None,
+    example_inputs: Any = None,
+    check: bool = True,
 ) -> Plan:
-    """Plan `model` over `tp` tensor-parallel ranks. Needs no process group, no GPU and no weights (meta is
-    fine).
+    """Plan `model` over `pp` pipeline stages of `tp` tensor-parallel ranks. Needs no process group, no GPU
+    and no weights (meta is fine).
 
     policy: path of a policy YAML, a dict of that form, a transformers `tp_plan`, or a list of these (later
     ones win).
+    stages: the cut by hand, as the paths of the first module of each stage but the first (`pp - 1` of them);
+    without it the stages cost alike.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
     check: capture the rewritten model too, and compare (`recapture`).
     Raises CaptureError, PlanError, PolicyError. What stays replicated is in `Plan.kept`, with reasons.
     """
-    return plan_and_analysis(model, tp, policy, example_inputs=example_inputs, check=check)[0]
+    options: dict[str, Any] = {"example_inputs": example_inputs, "check": check}
+    return plan_and_analysis(model, tp, policy, pp=pp, stages=stages, **options)[0]
 
 
 def plan_and_analysis(
-    model: nn.Module, tp: int, policy: Any = None, *, example_inputs: Any = None, check: bool = True
+    model: nn.Module,
+    tp: int,
+    policy: Any = None,
+    *,
+    pp: int = 1,
+    stages: Sequence[str] | None = None,
+    example_inputs: Any = None,
+    check: bool = True,
 ) -> tuple[Plan, Analysis]:
     """`plan`, and all that was found out on the way."""
     if not isinstance(tp, int) or tp < 1:
@@ -203,9 +222,10 @@ def plan_and_analysis(
     inputs = {k: _with_gradient(v) for k, v in inputs.items()}
     hooked = hooks_of(model)
     found = _analyse_masked(quiet, tp, inputs, load(policy), hooked)
+    staged = _staged(found, pp, stages)
     refused: dict[Axis, str] = {}
     while True:
-        result = to_plan(model, found, tp)
+        result = replace(to_plan(model, found, tp), stages=staged)
         found.policy.check(result, found.index)
         if not check or tp == 1:
             return result, found
@@ -219,6 +239,19 @@ def plan_and_analysis(
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
             found = decide(found.index, tp, found.policy, refused, hooked)
+
+
+def _staged(found: Analysis, pp: int, stages: Sequence[str] | None) -> Stages | None:
+    """The pipeline's stages, as stated here or in the policy; None for one."""
+    if pp == 1 and not stages:
+        return None
+    stated, where = found.policy.stages
+    if stages is not None or stated is None:
+        return cut(found.captured, pp, stages=stages)
+    try:
+        return cut(found.captured, pp, stages=stated)
+    except PlanError as error:
+        raise PolicyError(f"{where}: {error}") from None
 
 
 def _check_training(

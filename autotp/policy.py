@@ -17,6 +17,7 @@ plan run:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,8 +77,15 @@ class Policy:
         for file in selected:
             options.update(file.options)
         notes += [note for file in selected for note in file.notes]
+        stages = [file.stages for file in selected if file.stages[0] is not None]
         bound = BoundPolicy(
-            index, tp, tuple(dict.fromkeys(claims.values())), options, tuple(notes), structure(index)
+            index,
+            tp,
+            tuple(dict.fromkeys(claims.values())),
+            options,
+            tuple(notes),
+            structure(index),
+            stages[-1] if stages else (None, ""),
         )
         refuse(bound.misfits())
         return bound
@@ -99,7 +107,7 @@ def load(source: Source | Policy | Sequence[Source] | None) -> Policy:
 @dataclass(frozen=True)
 class BoundPolicy:
     """A policy on one captured model. `notes`: what won, which files and patterns were passed over, and
-    why."""
+    why. `stages`: where pipeline stages begin, if it says, and the place where it does."""
 
     index: GraphIndex
     tp: int
@@ -107,6 +115,7 @@ class BoundPolicy:
     options: Mapping[str, tuple[Any, str]]
     notes: tuple[str, ...]
     structure: Structure = field(repr=False)
+    stages: tuple[tuple[str, ...] | None, str] = (None, "")
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -303,9 +312,10 @@ def to_policy(plan: Plan) -> str:
         for pattern, role in _folded(words).items()
     ]
     head = [
-        f"# {plan.model} over {plan.tp} tensor-parallel ranks, as planned (digest {plan.digest}).",
+        f"# {plan.model} over {plan.degrees}, as planned (digest {plan.digest}).",
         "schema: 1",
         f"match: {{class: {plan.model}}}",
+        *([f"stages: {json.dumps(plan.stages.starts)}"] if plan.stages else []),
         "modules:" if any(role in ROLES for role in words.values()) else "modules: {}",
     ]
     return "\n".join([*head, *rules]) + "\n"

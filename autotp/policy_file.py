@@ -52,7 +52,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "uneven": ("allow", "forbid"),
     "kv_replicate": ("allow", "forbid"),
 }
-_TOP = ("schema", "match", "modules", "options")
+_TOP = ("schema", "match", "modules", "options", "stages")
 _MATCH = ("model_type", "class")
 _RULE = ("role", "layout")
 
@@ -76,7 +76,7 @@ class Rule:
 @dataclass(frozen=True)
 class PolicyFile:
     """One policy as read. `match`: model_type and class names it is for, any if empty. `options`: value and
-    place.
+    place. `stages`: where each pipeline stage but the first begins, and the place of that.
 
     `lenient`: a tp_plan, which covers every variant of an architecture: single patterns may match nothing.
     """
@@ -88,6 +88,7 @@ class PolicyFile:
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     lenient: bool = False
+    stages: tuple[tuple[str, ...] | None, str] = (None, "")
 
 
 def read(source: str | PathLike[str] | Mapping[str, Any]) -> PolicyFile:
@@ -253,7 +254,17 @@ def _policy(entry: _Entry, name: str) -> PolicyFile:
             raise PolicyError(f"{item.where}: option {key} is {valid}, not {item.plain!r}.")
         options[key] = (item.plain, item.where)
     rules = tuple(_rule(p, item) for p, item in top["modules"].items("modules")) if "modules" in top else ()
-    return PolicyFile(name, rules, match, top["match"].where if "match" in top else "", options)
+    stages: tuple[tuple[str, ...] | None, str] = (None, "")
+    if "stages" in top:
+        begun = top["stages"].plain
+        if not isinstance(begun, list) or not all(isinstance(path, str) for path in begun):
+            raise PolicyError(
+                f"{top['stages'].where}: stages is a list of module paths, the first of each stage but the "
+                f"first, not {begun!r}."
+            )
+        stages = tuple(begun), top["stages"].where
+    place = top["match"].where if "match" in top else ""
+    return PolicyFile(name, rules, match, place, options, stages=stages)
 
 
 def _rule(pattern: str, item: _Entry) -> Rule:

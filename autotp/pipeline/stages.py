@@ -53,6 +53,16 @@ class Crossing:
             total *= n
         return total
 
+    def __str__(self) -> str:
+        part = f"[{self.leaf}]" if self.leaf else ""
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{name_of(self.path, self.number)}{part}: {self.dtype} {shape}"
+
+
+def name_of(path: str, number: int) -> str:
+    """A unit call as `stages=` names it: `path:n` for call n of a module, `path` for its first."""
+    return f"{path}:{number}" if number else path
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -101,11 +111,9 @@ class Stages:
 
     @cached_property
     def starts(self) -> tuple[str, ...]:
-        """The first unit of each stage but the first: what `stages=` takes. `path:n` is call n of a module
-        that is called several times."""
+        """The first unit of each stage but the first: what `stages=` takes."""
         firsts = [self.of(stage)[0] for stage in range(1, self.count)]
-        repeated = {call.path for call in self.calls if call.number}
-        return tuple(f"{c.path}:{c.number}" if c.path in repeated else c.path for c in firsts)
+        return tuple(name_of(call.path, call.number) for call in firsts)
 
     @cached_property
     def balance(self) -> tuple[float, ...]:
@@ -119,6 +127,16 @@ class Stages:
         """Bytes that go from stage `cut` to the next, at the captured sizes."""
         return sum(crossing.bytes for crossing in self.crossings[cut])
 
+    def lines(self) -> list[str]:
+        """Each stage and what it sends, a line each."""
+        shares = [cost / (sum(self.balance) or 1.0) for cost in self.balance]
+        lines = []
+        for stage, share in enumerate(shares):
+            units = [name_of(c.path, c.number) for c in self.of(stage)]
+            lines.append(f"stage {stage}: {units[0]} to {units[-1]}, {share:.1%} of the FLOPs")
+            lines += [f"  sends {c}" for c in (self.crossings[stage] if stage < self.count - 1 else ())]
+        return lines
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, for JSON and YAML."""
         return {
@@ -126,7 +144,7 @@ class Stages:
             "starts": list(self.starts),
             "stages": [
                 {
-                    "units": [f"{c.path}:{c.number}" if c.number else c.path for c in self.of(stage)],
+                    "units": [name_of(c.path, c.number) for c in self.of(stage)],
                     "flops": self.balance[stage],
                 }
                 for stage in range(self.count)
@@ -134,7 +152,7 @@ class Stages:
             "crossings": [
                 [
                     {
-                        "from": f"{c.path}:{c.number}" if c.number else c.path,
+                        "from": name_of(c.path, c.number),
                         "leaf": c.leaf,
                         "shape": list(c.shape),
                         "dtype": c.dtype,
