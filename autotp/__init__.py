@@ -2,6 +2,8 @@
 
 from .api import parallelize as parallelize
 from .capture import capture as capture
+from .data_parallel import data_rank as data_rank
+from .data_parallel import no_sync as no_sync
 from .errors import AutotpError as AutotpError
 from .plan import Plan as Plan
 from .planner import plan as plan
@@ -14,6 +16,6 @@ from .verify import verify as verify
 from .weights import load as load
 
 __all__ = [
-    "AutotpError", "Plan", "capture", "full_state_dict", "load", "parallelize", "plan", "predict", "rule",
-    "save", "search", "verify",
+    "AutotpError", "Plan", "capture", "data_rank", "full_state_dict", "load", "no_sync", "parallelize",
+    "plan", "predict", "rule", "save", "search", "verify",
 ]

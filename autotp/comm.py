@@ -46,6 +46,11 @@ class Comm(ABC):
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Rank `src`'s `x`, as a new tensor; the others' `x` gives shape and dtype."""
 
+    def start_sum(self, x: Tensor) -> Callable[[], Any]:
+        """Begin to sum all ranks' `x` (contiguous) in place; done when the function returned was called."""
+        x.copy_(self.all_reduce(x))
+        return lambda: None
+
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The sum of all ranks' `x`, of which rank r keeps its `sizes[r]` along `dim`."""
         return self.all_reduce(x).narrow(dim, sum(sizes[:self.rank]), sizes[self.rank]).clone()
@@ -132,6 +137,12 @@ class ProcessComm(Comm):
         _reduce_scatter_single(own, out, group=self.group)
         return own.movedim(0, dim)
 
+    def start_sum(self, x: Tensor) -> Callable[[], Any]:
+        _refuse_grad(x)
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+        assert work is not None                  # None is for ranks outside of the group
+        return work.wait
+
     def exchange(self, obj: T) -> list[T]:
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, obj, group=self.group)
@@ -192,6 +203,13 @@ class _Meeting:
         self.result: Any = None
         self.gone: set[int] = set()              # ranks whose function has returned
         self.failure: tuple[int, BaseException] | None = None     # the first one, with its rank
+        self.parts: list[tuple[_Meeting, Sequence[int]]] = []     # of some of the ranks, with who they are
+
+    def divide(self, groups: Sequence[Sequence[int]]) -> list[_Meeting]:
+        """A meeting for each group of ranks; what ends a rank here ends it there."""
+        made = [_Meeting(len(ranks)) for ranks in groups]
+        self.parts += zip(made, groups, strict=True)
+        return made
 
     def meet(self, rank: int, what: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         with self.changed:
@@ -216,12 +234,19 @@ class _Meeting:
             self.gone.add(rank)
             if self.brought:
                 self._fail_waiting()
+            parts = list(self.parts)
+        for part, ranks in parts:
+            if rank in ranks:
+                part.leave(ranks.index(rank))
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Rank `rank` met `error`: the others stop at their next meeting."""
         with self.changed:
             self.failure = self.failure or (rank, error)
             self.changed.notify_all()
+            parts = list(self.parts)
+        for part, _ in parts:
+            part.fail(rank, error)
 
     def _combine(self, rank: int, combine: Callable[[list[Any]], Any]) -> None:
         calls = [self.brought[r] for r in range(self.size)]
@@ -277,6 +302,13 @@ class ThreadComm(Comm):
         _refuse_grad(x)
         what = f"broadcast({list(x.shape)}, {x.dtype}, from {src})"
         return self._meeting.meet(self.rank, what, x.detach(), lambda xs: xs[src].clone()).clone()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> ThreadComm:
+        """Among the ranks of the group that this one is in; every rank is in one, and all call it alike."""
+        made = self._meeting.meet(self.rank, f"split({groups})", None,
+                                  lambda _: self._meeting.divide(groups))
+        mine, ranks = next((m, g) for m, g in zip(made, groups, strict=True) if self.rank in g)
+        return ThreadComm(ranks.index(self.rank), len(ranks), mine)
 
 
 def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .comm import Comm, ProcessComm, ShapeComm
+from .comm import Comm, ProcessComm, ShapeComm, ThreadComm
 from .errors import LaunchError
 
 DIMS = ("dp", "pp", "tp")
@@ -38,6 +38,16 @@ class Mesh:
     def of(cls, tp: Comm) -> Mesh:
         """Tensor-parallel ranks alone: whoever `tp` stands for (processes, threads, nobody)."""
         return cls(tp, ShapeComm(0, 1), ShapeComm(0, 1), tp)
+
+    @classmethod
+    def split(cls, world: ThreadComm, tp: int = 1, pp: int = 1, dp: int = 1) -> Mesh:
+        """The mesh that simulated ranks make, laid out as `attach` lays out processes."""
+        places = torch.arange(world.size).reshape(dp, pp, tp)
+        comms: list[Comm] = []
+        for dim in (2, 1, 0):
+            lines = places.movedim(dim, -1).flatten(0, 1).tolist()
+            comms.append(world.split(lines) if places.shape[dim] > 1 else ShapeComm(0, 1))
+        return cls(comms[0], comms[1], comms[2], world)
 
     @property
     def sizes(self) -> dict[str, int]:

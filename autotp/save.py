@@ -25,6 +25,7 @@ from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
 from .lazy import LazyTensor, lazy, read_in_blocks
+from .mesh import Mesh
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
 from .state import Held
@@ -52,8 +53,32 @@ def save(
     Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
     Raises CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
     comm, held = split_of(model)
-    meet(comm, "autotp.save", patience)
+    mesh: Mesh = getattr(getattr(model, "autotp", None), "mesh", None) or Mesh.of(comm)
+    meet(mesh.world, "autotp.save", patience)
     target = Path(directory)
+    failed: Exception | None = None
+    if mesh.dp.rank == 0:  # the other copies hold the same
+        failed = _write_all(model, target, comm, held, max_shard_size, variant, save_original_format)
+    if mesh.world.size == 1:
+        if failed is not None:
+            raise failed
+        return
+    try:
+        agree(mesh.world, failed if failed is not None else "saved")
+    except AutotpError as error:
+        raise (failed or error) from None
+
+
+def _write_all(
+    model: nn.Module,
+    target: Path,
+    comm: Comm,
+    held: Mapping[int, Held],
+    max_shard_size: int | str,
+    variant: str | None,
+    save_original_format: bool,
+) -> Exception | None:
+    """Every file, by rank 0 of `comm`; what went wrong with one."""
     failed: Exception | None = None
     with torch.no_grad(), as_whole(model):
         if comm.rank == 0:
@@ -65,14 +90,7 @@ def save(
             failed = failed or told
         if comm.rank == 0 and failed is None and len(files.names) > 1:
             failed = _attempt(lambda: _write_index(model, target, files, held, variant))
-    if comm.size == 1:
-        if failed is not None:
-            raise failed
-        return
-    try:
-        agree(comm, failed if failed is not None else "saved")
-    except AutotpError as error:
-        raise (failed or error) from None
+    return failed
 
 
 def install_save(model: nn.Module) -> None:

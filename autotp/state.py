@@ -18,7 +18,9 @@ from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
 
 if TYPE_CHECKING:
+    from .mesh import Mesh
     from .plan import Plan
+    from .replicas import Replica
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,16 @@ class Held:
 class ShardState:
     """The split of one model, kept as `model.autotp` on the module that was parallelized.
 
-    comm: the ranks. held: by first name, every parameter or buffer that is not simply replicated. plan: what
-    was done.
+    comm: the tensor-parallel ranks. held: by first name, every parameter or buffer that is not simply
+    replicated. plan: what was done. mesh: all ranks. copies: what keeps the copies of the model alike that
+    see different data.
     """
     comm: Comm
     held: Mapping[str, Held]
     plan: Plan | None = None
     owners: list[tuple[nn.Module, str, Held]] = field(default_factory=list, repr=False)
+    mesh: Mesh | None = None
+    copies: Replica | None = field(default=None, repr=False)
 
     @classmethod
     def prepare(cls, model: nn.Module, plan: Plan, comm: Comm) -> ShardState:
@@ -80,7 +85,8 @@ class ShardState:
         model.register_forward_pre_hook(_watch_copies)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
-        return ShardState(self.comm, self.held, self.plan, copy.deepcopy(self.owners, memo))
+        return ShardState(self.comm, self.held, self.plan, copy.deepcopy(self.owners, memo), self.mesh,
+                          copy.deepcopy(self.copies, memo))
 
     def watch(self) -> None:
         """Put the gradients' hooks on the parameters that lack them."""

@@ -17,7 +17,7 @@ from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree
 from .errors import AutotpError, CheckpointError, PlanError
 from .lazy import fill
-from .mesh import attach
+from .mesh import Mesh, attach
 from .plan import Plan
 from .presharded import find_shards
 from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
@@ -35,7 +35,7 @@ def load(
     policy: Any = None,
     strict: bool = False,
     example_inputs: Any = None,
-    comm: Comm | None = None,
+    comm: Comm | Mesh | None = None,
     allow_pickle: bool = False,
     allow_missing: bool = False,
     allow_unexpected: bool = False,
@@ -45,10 +45,10 @@ def load(
     """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it
     keeps.
 
-    path: a directory in Hugging Face's layout, or a hub id. tp, policy, strict, example_inputs, comm: as for
-    `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for this
-    process's GPU where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there are
-    no others, with torch's weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's
+    path: a directory in Hugging Face's layout, or a hub id. tp, dp, policy, strict, example_inputs, comm: as
+    for `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for
+    this process's GPU where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there
+    are no others, with torch's weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's
     values). allow_unexpected: leave out what the model has no place for. progress: a bar on rank 0 (None:
     when stderr is a terminal). overrides: entries of the config (`attn_implementation="sdpa"`).
 
@@ -58,28 +58,29 @@ def load(
     Every rank must call it. Raises CheckpointError, with names, before anything is allocated: entries that
     are missing, unexpected, of another shape, truncated or damaged files, quantised weights, pickles that
     were not asked for. Raises ModelSourceError for the config, and what `parallelize` raises."""
-    if pp != 1 or dp != 1:
-        raise PlanError(f"pp={pp}, dp={dp}: this version splits tensors only; use pp=1 and dp=1.")
-    ranks = comm if comm is not None else attach(tp).tp
-    where = torch.device(device) if device is not None else default_device(ranks)
-    with together(ranks):
-        root = _fetched(path, ranks)
+    if pp != 1:
+        raise PlanError(f"pp={pp}: this version has no pipeline yet; use pp=1.")
+    mesh = comm if isinstance(comm, Mesh) else Mesh.of(comm) if comm is not None else attach(tp, pp, dp)
+    ranks = mesh.tp
+    where = torch.device(device) if device is not None else default_device(mesh.world)
+    with together(mesh.world):
+        root = _fetched(path, mesh.world)
         shards = find_shards(root)
         mine = None if shards is None else shards.of_rank(ranks.rank, ranks.size)
         checkpoint = open_checkpoint(root, allow_pickle) if shards is None else shards.checkpoint
         floating = next((t.dtype for t in checkpoint.tensors.values() if t.is_floating_point()), None)
         model = build_unloaded(root, dtype, floating, **overrides)
         found = recipes(model, checkpoint, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
-    with together(ranks):
+    with together(mesh.world):
         apart = shards.apart if shards is not None else untied(model, found) if ranks.rank == 0 else []
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
-    parallelize(model, tp, policy=policy, strict=strict, example_inputs=example_inputs, comm=ranks)
-    with together(ranks):
+    parallelize(model, tp, policy=policy, strict=strict, example_inputs=example_inputs, comm=mesh)
+    with together(mesh.world):
         if shards is not None:
             shards.check(made_plan(model))
         fill_shards(
-            model, found if mine is None else mine, where, _bar(progress, ranks), cut=mine is not None
+            model, found if mine is None else mine, where, _bar(progress, mesh.world), cut=mine is not None
         )
         adopt_generation_config(model, root)
     return model

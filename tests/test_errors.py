@@ -85,8 +85,8 @@ def test_one_process_needs_no_launcher() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"tp": 0}, LaunchError, "tp=0: give the number of processes"),
-        ({"tp": -3}, LaunchError, "tp=-3: give the number of processes"),
+        ({"tp": 0}, LaunchError, "tp=0: give a number of processes"),
+        ({"tp": -3}, LaunchError, "tp=-3: give a number of processes"),
         ({"tp": 1, "pp": 2}, PlanError, "pp=2.*use pp=1"),
     ],
 )

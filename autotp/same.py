@@ -1,0 +1,89 @@
+"""What ranks must hold alike: the weights before they are split, the batches afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .comm import Comm
+from .errors import RankError
+from .nested import tensors_in
+
+
+def same_weights(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's values where the ranks' models differ (heads initialised with different
+    seeds), and say so."""
+    if comm.size == 1:
+        return
+    tensors = {
+        n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"
+    }
+    told = comm.exchange({name: fingerprint(t) for name, t in tensors.items()})
+    differing = [name for name in tensors if len({prints.get(name) for prints in told}) > 1]
+    for name in differing:
+        tensor = tensors[name].detach()
+        tensor.copy_(comm.broadcast(tensor, 0))
+    if differing and comm.rank == 0:
+        warnings.warn(
+            f"{len(differing)} tensors differed between the ranks (first: {differing[0]}); all ranks now "
+            "have rank 0's. "
+            "Seed the ranks alike, or load the same checkpoint, to avoid this.",
+            stacklevel=3,
+        )
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A short text that is the same for equal tensors, and hardly ever for others."""
+    values = tensor.detach()
+    if values.is_floating_point() or values.is_complex():
+        # Two sums that depend on values and places: enough to see differently seeded tensors, without moving
+        # them.
+        flat = torch.view_as_real(values).flatten() if values.is_complex() else values.flatten()
+        weights = torch.arange(flat.numel(), device=flat.device) % 8191
+        sums = [flat.double().sum(), (flat.double() * weights).sum()]
+        return f"{tuple(values.shape)} {values.dtype} {[float(s) for s in sums]}"
+    digest = hashlib.sha256(values.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return f"{tuple(values.shape)} {values.dtype} {digest[:16]}"
+
+
+@dataclass
+class SameBatch:
+    """Before a training forward of the root: `comm`'s ranks, which work on one batch, were given the same.
+
+    Comparing costs a look at the inputs and one exchange of a short text. So it is done at the forwards 1, 2,
+    4, 8, ...: a data loader that shuffles by rank is met at the first, one that drifts apart soon after.
+    """
+
+    comm: Comm
+    count: int = 0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        named = [*tensors_in(list(args), "argument"), *tensors_in(kwargs)]
+        if any(isinstance(t, FakeTensor) or t.device.type == "meta" for _, t in named):
+            return
+        self.count += 1
+        if self.count & (self.count - 1) == 0:
+            same_batch(dict(named), self.comm)
+
+
+def same_batch(batch: dict[str, Tensor], comm: Comm) -> None:
+    """RankError, on every rank, where `comm`'s ranks hold different tensors."""
+    told = comm.exchange({name: fingerprint(t) for name, t in batch.items()})
+    for rank, prints in enumerate(told):
+        differing = [n for n in sorted({*told[0], *prints}) if told[0].get(n) != prints.get(n)]
+        if differing:
+            name = differing[0]
+            raise RankError(
+                f"rank {rank} of {comm.size} was given another batch than rank 0: {name} is "
+                f"{prints.get(name, 'missing')}, on rank 0 {told[0].get(name, 'missing')}. These ranks work "
+                "on one batch together: let each load part `i` of `n` of the data, "
+                "`i, n = autotp.data_rank(model)`, with the same seed."
+            )
