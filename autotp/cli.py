@@ -57,6 +57,7 @@ class Format(str, enum.Enum):
     table = "table"
     yaml = "yaml"
     json = "json"
+    tp_plan = "tp_plan"
     dot = "dot"
     svg = "svg"
     html = "html"
@@ -232,9 +233,25 @@ def _list(plan: Plan, format: Format, rank: int, itemsize: int) -> Any:
         return json.dumps(plan.to_dict(), indent=2) + "\n"
     if format is Format.yaml:
         return plan.to_yaml()
+    if format is Format.tp_plan:
+        return _tp_plan(plan)
     from .show import tables
 
     return tables(plan, itemsize, rank)
+
+
+def _tp_plan(plan: Plan) -> str:
+    """A transformers `tp_plan` as YAML; what no style can say as comments."""
+    use = f"# {plan.model}: DistributedConfig(tp_size={plan.tp}, tp_plan=yaml.safe_load(open(…)))"
+    lines = [use, *(f"{pattern}: {style}" for pattern, style in plan.styles.styles.items())]
+    if not plan.styles.styles:
+        lines.append("{}")
+    by_reason: dict[str, list[str]] = {}
+    for pattern, why in plan.styles.left_out.items():
+        by_reason.setdefault(why, []).append(pattern)
+    for why, patterns in by_reason.items():
+        lines += [f"# left out: {why}", *(f"#   {pattern}" for pattern in patterns)]
+    return "\n".join(lines) + "\n"
 
 
 def _draw(found: Analysis, plan: Plan, format: Format, rank: int, itemsize: int) -> Any:

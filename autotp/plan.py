@@ -132,6 +132,15 @@ class Region:
 
 
 @dataclass(frozen=True)
+class TpPlan:
+    """A plan in transformers' styles. styles: glob -> style; left_out: glob of a parameter that the plan
+    shards and no style can -> why."""
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What `autotp.plan` decided for `model` over `tp` ranks, in pipeline `stages` of so many ranks each."""
 
@@ -153,6 +162,7 @@ class Plan:
         "float32"  # the coarsest floating dtype that values pass through: what comparisons can expect
     )
     stages: Stages | None = None
+    styles: TpPlan = field(default_factory=TpPlan)
 
     @property
     def degrees(self) -> str:
@@ -235,6 +245,14 @@ class Plan:
             "replicated": dict(self.kept),
             "notes": list(self.notes),
         }
+
+    def to_tp_plan(self) -> dict[str, str]:
+        """A transformers `tp_plan` (glob of names -> style) of what this plan does, as far as styles can say.
+
+        For `DistributedConfig(tp_size=tp, tp_plan=…)`. What can't be said is left out whole, so that the
+        result is right; `styles.left_out` names it, with the reasons.
+        """
+        return dict(self.styles.styles)
 
     def to_yaml(self) -> str:
         """A policy that reproduces this plan, as YAML: give it back as `policy=`. `to_dict` has all of it."""

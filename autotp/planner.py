@@ -37,6 +37,7 @@ from .propagate import propagate
 from .realise import Realised, realise
 from .recapture import check_plan, hollow, training_ways
 from .solve import Solution, solve
+from .tp_plan import in_styles
 
 
 @dataclass
@@ -228,11 +229,11 @@ def plan_and_analysis(
         result = replace(to_plan(model, found, tp), stages=staged)
         found.policy.check(result, found.index)
         if not check or tp == 1:
-            return result, found
+            return _in_styles(result, found, model), found
         try:
             check_plan(quiet, result, found)
             _check_training(model, quiet, tp, result, found, hooked)
-            return result, found
+            return _in_styles(result, found, model), found
         except AutotpError as doubt:
             axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
             if not axes:
@@ -252,6 +253,11 @@ def _staged(found: Analysis, pp: int, stages: Sequence[str] | None) -> Stages | 
         return cut(found.captured, pp, stages=stated)
     except PlanError as error:
         raise PolicyError(f"{where}: {error}") from None
+
+
+def _in_styles(result: Plan, found: Analysis, model: nn.Module) -> Plan:
+    said = in_styles(found, result.params, result.tp, getattr(model, "tp_plan", None))
+    return replace(result, styles=said)
 
 
 def _check_training(

@@ -107,6 +107,12 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
     return solution
 
 
+def unmet(index: GraphIndex, choice: Choice, rank: int) -> Iterator[Want]:
+    """The ints that the model's own code would get wrong on this rank, were no attribute made local."""
+    shapes = LocalShapes(index, choice, rank)
+    return (want for want in wanted_ints(index, shapes) if _gives(want, {}, shapes) != want.wanted)
+
+
 def _passed_on(frame: Frame) -> bool:
     """Was a bare value handed to other code there (`math.sqrt(n)`)? A comparison is none: both its sides
     become local."""
@@ -342,4 +348,4 @@ def _slice_offsets(
         dim += 1
 
 
-__all__ = ["LocalShapes", "Solution", "Want", "solve", "wanted_ints"]
+__all__ = ["LocalShapes", "Solution", "Want", "solve", "unmet", "wanted_ints"]
