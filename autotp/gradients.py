@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .comm import Comm
 from .errors import ShardStateError
@@ -47,20 +48,44 @@ class CorrectGrad:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Where the elements of a gradient are.
+
+    comms: the dims of the mesh over which they are spread, each rank having a part. weights: None, or
+    1 / (slots that hold the element), to broadcast. stages: None, or the pipeline's ranks, each with gradients
+    of its own, and whether this rank's counts (of a parameter that several stages hold, the first's does).
+    """
+    comms: tuple[Comm, ...] = ()
+    weights: Tensor | None = None
+    stages: tuple[Comm, bool] | None = None
+
+    @classmethod
+    def over(cls, comm: Comm, layout: ParamLayout | None, once: bool, dim: int) -> Spread:
+        """What tensor parallelism makes of a parameter of `dim` dims."""
+        if once:
+            return cls((comm,), torch.full((1,) * dim, float(comm.rank == 0), dtype=torch.float64))
+        if layout is None:
+            return cls()
+        return cls((comm,), layout.weights(comm.rank) if layout.repeats else None)
+
+
+@dataclass(frozen=True)
 class MarkGrad:
-    """A parameter's post-accumulate hook: makes `p.grad` a `ShardGrad`. `weights` as there."""
-    comm: Comm
-    weights: Tensor | None
+    """A parameter's post-accumulate hook: gives `p.grad` the norms of the whole."""
+    spread: Spread
 
     def __call__(self, param: Tensor) -> None:
-        if param.grad is not None and not isinstance(param.grad, ShardGrad):
-            param.grad = ShardGrad.of(param.grad, self.comm, self.weights)
+        if param.grad is not None and not isinstance(param.grad, (ShardGrad, ShardedGrad)):
+            kind = ShardedGrad if isinstance(param.grad, DTensor) else ShardGrad
+            param.grad = kind.of(param.grad, self.spread)  # type: ignore[arg-type]
 
 
-def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once: bool) -> None:
+def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once: bool,
+          mark: bool = True) -> None:
     """Install the hooks a parameter needs, once: a second call finds them and does nothing.
 
-    how: `own` or `whole` (the gradient is right as it is), `summed`, `slots`; see `CorrectGrad`.
+    how: `own` or `whole` (the gradient is right as it is), `summed`, `slots`; see `CorrectGrad`. mark: False
+    where its gradient is not the one that users see.
     """
     if not (param.is_floating_point() or param.is_complex()):
         return
@@ -69,11 +94,8 @@ def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once:
         param.requires_grad_()                   # only then are hooks accepted; they stay afterwards
     if (how in ("summed", "slots") or once) and not _has(param._backward_hooks, CorrectGrad):
         param.register_hook(CorrectGrad(comm, how, layout, once))
-    if (layout is not None or once) and not _has(param._post_accumulate_grad_hooks, MarkGrad):
-        weights = layout.weights(comm.rank) if layout is not None and layout.repeats else None
-        if once:
-            weights = torch.full((1,) * param.dim(), float(comm.rank == 0), dtype=torch.float64)
-        param.register_post_accumulate_grad_hook(MarkGrad(comm, weights))
+    if mark and (layout is not None or once) and not _has(param._post_accumulate_grad_hooks, MarkGrad):
+        param.register_post_accumulate_grad_hook(MarkGrad(Spread.over(comm, layout, once, param.dim())))
     if frozen:
         param.requires_grad_(False)
 
@@ -92,40 +114,91 @@ class ShardGrad(Tensor):
     """One rank's part of a gradient. Norms over all of it are those of the whole gradient, each element
     counted once, and collective: every rank must call them. All other functions see, and give, plain local
     tensors (copies and casts of the whole stay ShardGrads).
-
-    comm: the ranks that hold the parts. weights: None, or 1 / (slots that hold the element), to broadcast.
     """
-    comm: Comm
-    weights: Tensor | None
+    spread: Spread
 
     @staticmethod
-    def of(grad: Tensor, comm: Comm, weights: Tensor | None) -> ShardGrad:
+    def of(grad: Tensor, spread: Spread) -> ShardGrad:
         """`grad`, sharing its memory, as a ShardGrad."""
         marked = grad.as_subclass(ShardGrad)
-        marked.comm, marked.weights = comm, weights
+        marked.spread = spread
         return marked
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        norm: Callable[..., Any] | None = _NORMS.get(func)
-        if norm is not None:
-            asked = norm(*args, **kwargs)
-            if asked is not None:
-                return asked()
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if func in _COPIES and isinstance(args[0], ShardGrad) and type(result) is Tensor:
-                return ShardGrad.of(result, args[0].comm, args[0].weights)
-        if func in _FINDS_INF:
-            _share_found_inf(*args)
-        return result
+        return _answer(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGrad:
-        return ShardGrad.of(plain(self).clone(), self.comm, self.weights)
+        return ShardGrad.of(plain(self).clone(), self.spread)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)          # saved as a plain tensor: peers cannot be saved
+
+
+class ShardedGrad(DTensor):
+    """The same for gradients that FSDP2 cuts over copies of the model too: a DTensor in all but its norms."""
+    spread: Spread
+
+    @staticmethod
+    def of(grad: DTensor, spread: Spread) -> ShardedGrad:
+        """`grad`, sharing its memory, as a ShardedGrad."""
+        # A DTensor's own parts: torch has no public way to give it another class.
+        marked = DTensor.__new__(ShardedGrad, grad._local_tensor, grad._spec, requires_grad=False)
+        marked.spread = spread
+        return marked  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of marked gradients: norms of the whole, all else of what is here."""
+    norm: Callable[..., Any] | None = _NORMS.get(func)
+    if norm is not None:
+        asked = norm(*args, **kwargs)
+        if asked is not None:
+            return asked()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        if func in _COPIES and isinstance(args[0], ShardGrad) and type(result) is Tensor:
+            return ShardGrad.of(result, args[0].spread)
+    if func in _FINDS_INF:
+        _share_found_inf(*args)
+    return result
+
+
+class StageNorm(Tensor):
+    """Norms of a pipeline stage's gradients. Their norm is that of all stages' gradients, and collective.
+
+    comm: the stages' ranks. counts: float64 like the norms: 0 for what another stage counts.
+    """
+    comm: Comm
+    counts: Tensor
+
+    @staticmethod
+    def of(norm: Tensor, comm: Comm, counts: Tensor) -> StageNorm:
+        marked = norm.as_subclass(StageNorm)
+        marked.comm, marked.counts = comm, counts
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to and type(args[0]) is StageNorm:
+                return StageNorm.of(func(*args, **(kwargs or {})).as_subclass(Tensor), args[0].comm, args[0].counts)
+            norms = args[0] if args else None
+            if func is torch.stack and norms and all(isinstance(n, StageNorm) for n in norms):
+                counts = torch.stack([n.counts for n in norms])
+                return StageNorm.of(torch.stack([n.as_subclass(Tensor) for n in norms]), norms[0].comm, counts)
+            if func is torch.linalg.vector_norm and isinstance(norms, StageNorm) and norms.dim() == 1:
+                ord = float(args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2.0))
+                counts = norms.counts.to(norms.device)
+                values = norms.as_subclass(Tensor).double()
+                local = torch.linalg.vector_norm(values[counts > 0], ord) if counts.any() else counts.new_zeros(())
+                return _combine(local.reshape(1), ord, norms.comm)[0].to(norms.dtype)
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(Tensor) if isinstance(result, StageNorm) else result
 
 
 def plain(x: Tensor) -> Tensor:
@@ -142,29 +215,38 @@ def global_norms(tensors: Sequence[Tensor], ord: float = 2.0,
     As torch: each norm is a 0-dim tensor of the tensor's dtype (or `dtype`). Sums are in float64.
     """
     with torch.no_grad():
-        locals_ = [_local_norm(t, ord, dtype) for t in tensors]
-        by_comm: dict[int, list[int]] = {}
-        for i, t in enumerate(tensors):
-            if isinstance(t, ShardGrad):
-                by_comm.setdefault(id(t.comm), []).append(i)
-        for indices in by_comm.values():
-            comm = tensors[indices[0]].comm  # type: ignore[attr-defined]
-            device = locals_[indices[0]].device
-            values = torch.stack([locals_[i].double().to(device) for i in indices])
-            for i, value in zip(indices, _combine(values, ord, comm), strict=True):
-                locals_[i] = value.to(locals_[i].device, dtype or tensors[i].real.dtype)
-    return locals_
+        norms = [_local_norm(t, ord, dtype) for t in tensors]
+        spreads = [getattr(t, "spread", Spread()) for t in tensors]
+        by_comms: dict[tuple[int, ...], list[int]] = {}
+        for i, spread in enumerate(spreads):
+            if spread.comms:
+                by_comms.setdefault(tuple(map(id, spread.comms)), []).append(i)
+        for indices in by_comms.values():
+            device = norms[indices[0]].device
+            values = torch.stack([norms[i].double().to(device) for i in indices])
+            for comm in spreads[indices[0]].comms:
+                values = _combine(values, ord, comm)
+            for i, value in zip(indices, values, strict=True):
+                norms[i] = value.to(norms[i].device, dtype or tensors[i].real.dtype)
+        for i, spread in enumerate(spreads):
+            if spread.stages is not None:
+                comm, counts = spread.stages
+                norms[i] = StageNorm.of(norms[i], comm, torch.tensor(float(counts), dtype=torch.float64))
+    return norms
 
 
 def _local_norm(t: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
     """The norm of this rank's elements, each weighted by 1 / (slots that hold it), in float32 at least."""
-    if not isinstance(t, ShardGrad):
+    if not isinstance(t, (ShardGrad, ShardedGrad)):
         return torch.linalg.vector_norm(t, ord, dtype=dtype)
-    local = plain(t)
+    local = t._local_tensor if isinstance(t, ShardedGrad) else plain(t)
     wide = torch.promote_types(local.dtype, torch.float32)
-    if t.weights is None or math.isinf(ord):
+    weights = t.spread.weights
+    if local.numel() == 0:
+        return local.new_zeros((), dtype=wide)
+    if weights is None or math.isinf(ord):
         return torch.linalg.vector_norm(local.to(wide), ord)
-    weights = t.weights.to(local.device)
+    weights = weights.to(local.device)
     if ord == 0:
         return ((local != 0) * weights).sum()
     return torch.linalg.vector_norm(local.to(wide) * weights.to(wide) ** (1 / ord), ord)
@@ -183,24 +265,27 @@ def _combine(norms: Tensor, ord: float, comm: Comm) -> Tensor:
     return comm.all_reduce(norms ** ord) ** (1 / ord)
 
 
+_MARKED = (ShardGrad, ShardedGrad)
+
+
 # What is asked of each norm function: a callable that answers, or None when it is not over the whole tensor.
 def _vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *,
                  dtype: torch.dtype | None = None, out: Any = None) -> Any:
-    if not isinstance(x, ShardGrad) or not _all_dims(x, dim):
+    if not isinstance(x, _MARKED) or not _all_dims(x, dim):
         return None
     return lambda: _shaped(global_norms([x], float(ord), dtype)[0], x, keepdim)
 
 
 def _tensor_norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None,
                  dtype: torch.dtype | None = None) -> Any:
-    if not isinstance(input, ShardGrad) or not _all_dims(input, dim):
+    if not isinstance(input, _MARKED) or not _all_dims(input, dim):
         return None
     return lambda: _shaped(global_norms([input], _order(p), dtype)[0], input, keepdim)
 
 
 def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None,
                  dtype: torch.dtype | None = None) -> Any:
-    if not isinstance(A, ShardGrad) or not _all_dims(A, dim):
+    if not isinstance(A, _MARKED) or not _all_dims(A, dim):
         return None
     if ord not in (None, "fro") and A.dim() > 1:
         _order("nuc")
@@ -243,5 +328,7 @@ _FINDS_INF = {torch._amp_foreach_non_finite_check_and_unscale_}
 
 def _share_found_inf(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """A GradScaler skips the step on all ranks or on none."""
-    comm = next(g.comm for g in grads if isinstance(g, ShardGrad))
-    found_inf.copy_(comm.all_reduce(found_inf, "max"))
+    spreads = [g.spread for g in grads if isinstance(g, _MARKED)]
+    stages = next((spread.stages for spread in spreads if spread.stages is not None), None)
+    for comm in dict.fromkeys([c for spread in spreads for c in spread.comms] + ([stages[0]] if stages else [])):
+        found_inf.copy_(comm.all_reduce(found_inf, "max"))

@@ -13,7 +13,7 @@ from autotp import collectives as c
 from autotp import layers as make
 from autotp.comm import ProcessComm, ShapeComm, simulate
 from autotp.errors import ShardStateError
-from autotp.gradients import ShardGrad, global_norms
+from autotp.gradients import ShardGrad, Spread, global_norms
 from autotp.layouts import ParamLayout, expand, fuse, split, take
 from autotp.state import Held, ShardState, full_state_dict, gather
 
@@ -249,7 +249,7 @@ def test_norms_of_half_precision_are_summed_in_float():
     g = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def fn(comm):
-        local = ShardGrad.of(g.chunk(2)[comm.rank].clone(), comm, None)
+        local = ShardGrad.of(g.chunk(2)[comm.rank].clone(), Spread((comm,)))
         return global_norms([local])[0]
 
     for got in simulate(2, fn):
