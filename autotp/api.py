@@ -12,13 +12,13 @@ from .data_parallel import keep_copies_alike
 from .errors import AutotpError, CaptureError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .mesh import Mesh, attach
+from .pipeline.units import find_units
 from .plan import Plan
-from .planner import plan as make_plan
-from .planner import warn_replicated
+from .planner import plan_and_analysis, warn_replicated
 from .rewrite import rewrite
 from .same import SameBatch, same_weights
 from .save import install_save
-from .state import ShardState, refuse_partial_saves
+from .state import refuse_partial_saves
 
 
 def parallelize(
@@ -27,6 +27,7 @@ def parallelize(
     pp: int = 1,
     dp: int = 1,
     *,
+    zero: int = 0,
     policy: Any = None,
     strict: bool = False,
     example_inputs: Any = None,
@@ -37,7 +38,9 @@ def parallelize(
     model: any nn.Module, the same on every rank. tp: number of tensor-parallel ranks (None: all processes
     that dp leaves). dp: number of copies that train on different data (`data_rank` tells which). After
     `loss.backward()` every copy has the mean of their gradients, each copy's loss counting alike, as under
-    torch's DistributedDataParallel; `no_sync` puts the exchange off while gradients accumulate.
+    torch's DistributedDataParallel; `no_sync` puts the exchange off while gradients accumulate. zero: what
+    the copies share out instead of each holding all of it, by FSDP2: 1 the optimizer's states, 2 the
+    gradients too, 3 the parameters too. `p` and `p.grad` are then DTensors outside of forward and backward.
     policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
     strict: raise instead of warning where block weights stay replicated.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
@@ -61,12 +64,17 @@ def parallelize(
         raise PlanError(f"tp={tp}, but there are {ranks.size} ranks.")
     if comm is not None and dp not in (1, mesh.dp.size):
         raise PlanError(f"dp={dp}, but there are {mesh.dp.size} copies in the mesh.")
+    if zero not in range(4) or (zero and mesh.dp.size == 1):
+        raise PlanError(f"zero={zero} with dp={mesh.dp.size}: zero is 0, 1, 2 or 3, and shares out what "
+                        "copies of the model hold; it needs dp of 2 or more.")
     if getattr(model, "autotp", None) is not None:
         raise PlanError("this model is parallelized already: build it anew to split it differently.")
     outcome: str | BaseException
     decided = None
     try:
-        decided = make_plan(model, ranks.size, policy, example_inputs=example_inputs)
+        decided, found = plan_and_analysis(model, ranks.size, policy, example_inputs=example_inputs)
+        blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
+        del found
         if ranks.size > 1 and not any(p.layout for p in decided.params.values()):
             raise PlanError(_nothing_split(decided))
         if ranks.size > 1 and (mesh.world.rank == 0 or strict):
@@ -85,23 +93,23 @@ def parallelize(
     outcome = "rewritten"
     try:
         rewrite(model, decided, ranks)
-        state: ShardState = model.autotp  # type: ignore[assignment]
-        state.mesh = mesh
+        model.autotp.mesh = mesh  # type: ignore[union-attr]
     except Exception as error:  # out of memory, say: the others must not wait for this rank
         outcome = error
     try:
         agree(mesh.world, outcome)
     except AutotpError as error:
         raise (outcome if isinstance(outcome, BaseException) else error) from None
+    if ranks.size > 1 or zero:
+        refuse_partial_saves(model)
+        install_save(model)
     if ranks.size > 1:
         model.register_forward_pre_hook(SameBatch(ranks), with_kwargs=True)
         synchronise_generation(model, ranks)
         synchronise_rng(model, ranks)
         refuse_resize(model)
-        refuse_partial_saves(model)
-        install_save(model)
-    if mesh.dp.size > 1:
-        keep_copies_alike(model, state, mesh)
+    if mesh.dp.size > 1:  # after all that wraps `generate`
+        keep_copies_alike(model, mesh, zero, blocks)
     return model
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from .errors import PlanError
 from .mesh import Mesh
 from .replicas import Replica
 from .state import ShardState
+from .zero import Sharded
 
 
 def data_rank(model: nn.Module) -> tuple[int, int]:
@@ -58,7 +59,15 @@ def mesh_of(model: nn.Module) -> Mesh:
     return mesh
 
 
-def keep_copies_alike(model: nn.Module, state: ShardState, mesh: Mesh) -> None:
-    """Make `model` one of `mesh.dp`'s copies: hooks that average gradients."""
-    state.copies = Replica(mesh.dp)
-    state.copies.install(model)
+def keep_copies_alike(model: nn.Module, mesh: Mesh, zero: int, blocks: Sequence[str]) -> None:
+    """Make `model` one of `mesh.dp`'s copies: whole ones whose gradients are averaged, or (zero > 0) ones
+    that share out what they hold, `blocks` (paths of modules) at a time."""
+    state: ShardState = model.autotp  # type: ignore[assignment]
+    if zero == 0:
+        replica = Replica(mesh.dp)
+        state.copies = replica
+        replica.install(model)
+    else:
+        sharded = Sharded(zero, mesh)
+        sharded.install(model, state, blocks)
+        state.copies = sharded

@@ -52,8 +52,8 @@ class Spread:
     """Where the elements of a gradient are.
 
     comms: the dims of the mesh over which they are spread, each rank having a part. weights: None, or
-    1 / (slots that hold the element), to broadcast. stages: None, or the pipeline's ranks, each with gradients
-    of its own, and whether this rank's counts (of a parameter that several stages hold, the first's does).
+    1 / (slots that hold the element), to broadcast. stages: None, or the pipeline's ranks, each with
+    gradients of its own, and whether this rank's counts (of what several stages hold, the first's does).
     """
     comms: tuple[Comm, ...] = ()
     weights: Tensor | None = None
@@ -76,8 +76,9 @@ class MarkGrad:
 
     def __call__(self, param: Tensor) -> None:
         if param.grad is not None and not isinstance(param.grad, (ShardGrad, ShardedGrad)):
-            kind = ShardedGrad if isinstance(param.grad, DTensor) else ShardGrad
-            param.grad = kind.of(param.grad, self.spread)  # type: ignore[arg-type]
+            grad = param.grad
+            param.grad = (ShardedGrad.of(grad, self.spread) if isinstance(grad, DTensor)
+                          else ShardGrad.of(grad, self.spread))
 
 
 def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once: bool,
@@ -143,9 +144,9 @@ class ShardedGrad(DTensor):
     def of(grad: DTensor, spread: Spread) -> ShardedGrad:
         """`grad`, sharing its memory, as a ShardedGrad."""
         # A DTensor's own parts: torch has no public way to give it another class.
-        marked = DTensor.__new__(ShardedGrad, grad._local_tensor, grad._spec, requires_grad=False)
+        marked: Any = DTensor.__new__(ShardedGrad, grad._local_tensor, grad._spec, requires_grad=False)
         marked.spread = spread
-        return marked  # type: ignore[return-value]
+        return marked
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,21 +185,23 @@ class StageNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, kwargs = args[0] if args else None, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.to and type(args[0]) is StageNorm:
-                return StageNorm.of(func(*args, **(kwargs or {})).as_subclass(Tensor), args[0].comm, args[0].counts)
-            norms = args[0] if args else None
-            if func is torch.stack and norms and all(isinstance(n, StageNorm) for n in norms):
-                counts = torch.stack([n.counts for n in norms])
-                return StageNorm.of(torch.stack([n.as_subclass(Tensor) for n in norms]), norms[0].comm, counts)
-            if func is torch.linalg.vector_norm and isinstance(norms, StageNorm) and norms.dim() == 1:
-                ord = float(args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2.0))
-                counts = norms.counts.to(norms.device)
-                values = norms.as_subclass(Tensor).double()
-                local = torch.linalg.vector_norm(values[counts > 0], ord) if counts.any() else counts.new_zeros(())
-                return _combine(local.reshape(1), ord, norms.comm)[0].to(norms.dtype)
-            result = func(*args, **(kwargs or {}))
+            if func is Tensor.to and isinstance(given, StageNorm):
+                moved = func(given.as_subclass(Tensor), *args[1:], **kwargs)
+                return StageNorm.of(moved, given.comm, given.counts)
+            if func is torch.stack and given and all(isinstance(norm, StageNorm) for norm in given):
+                values = torch.stack([norm.as_subclass(Tensor) for norm in given])
+                return StageNorm.of(values, given[0].comm, torch.stack([norm.counts for norm in given]))
+            if func is torch.linalg.vector_norm and isinstance(given, StageNorm) and given.dim() == 1:
+                return given._of_all_stages(float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0)))
+            result = func(*args, **kwargs)
             return result.as_subclass(Tensor) if isinstance(result, StageNorm) else result
+
+    def _of_all_stages(self, ord: float) -> Tensor:
+        own = self.as_subclass(Tensor).double()[self.counts.to(self.device) > 0]
+        local = torch.linalg.vector_norm(own, ord) if len(own) else own.new_zeros(())
+        return _combine(local.reshape(1), ord, self.comm)[0].to(self.dtype)
 
 
 def plain(x: Tensor) -> Tensor:
@@ -329,6 +332,7 @@ _FINDS_INF = {torch._amp_foreach_non_finite_check_and_unscale_}
 def _share_found_inf(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """A GradScaler skips the step on all ranks or on none."""
     spreads = [g.spread for g in grads if isinstance(g, _MARKED)]
-    stages = next((spread.stages for spread in spreads if spread.stages is not None), None)
-    for comm in dict.fromkeys([c for spread in spreads for c in spread.comms] + ([stages[0]] if stages else [])):
+    comms = [comm for spread in spreads for comm in spread.comms]
+    comms += [spread.stages[0] for spread in spreads if spread.stages is not None]
+    for comm in dict.fromkeys(comms):
         found_inf.copy_(comm.all_reduce(found_inf, "max"))

@@ -162,6 +162,8 @@ def _put(param: nn.Parameter, average: Tensor) -> None:
 class Replica:
     """The hooks on a model that is one of `comm.size` copies: `install`."""
 
+    cuts = False  # every copy holds all
+
     comm: Comm
     averager: Averager | None = None
     active: bool = True

@@ -1,10 +1,9 @@
 """Training checkpoints by `torch.distributed.checkpoint`: saved over so many ranks, resumed over others.
 
 Each rank writes the blocks of whole tensors that it holds; each rank reads the blocks that it needs. Model
-and optimizer
-go under the parameters' own names, so nothing in a checkpoint depends on how the model was split. A
-checkpoint is written
-beside its place and moved there when all ranks are done: what a crash leaves behind is never taken for one.
+and optimizer go under the parameters' own names, so nothing in a checkpoint depends on how the model was
+split. A checkpoint is written beside its place and moved there when all ranks are done: what a crash leaves
+behind is never taken for one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from .comm import Comm, ProcessComm
 from .errors import CheckpointError, PlanError
 from .gradients import plain
 from .layouts import DimLayout, ParamLayout, pieces
-from .save import meet, split_of
-from .state import Held
+from .save import everyone, meet, split_of
+from .state import Held, part_of_copies
 
 SETTINGS = "training.json"
 PATIENCE = 60.0  # seconds a rank waits for the others to come to a save or a load
@@ -55,18 +54,16 @@ def save_training(
     """Write model and optimizer, to be resumed by `load_training` over any number of ranks.
 
     directory: replaced as a whole when all of it is written; until then what was there stays. extra: what
-    else to keep
-    (step, epoch, a scheduler's state), as JSON. wait: False copies the tensors to the CPU and writes on a
-    thread, while
-    training goes on; the future tells when it is done, and what went wrong. One save at a time.
+    else to keep (step, epoch, a scheduler's state), as JSON. wait: False copies the tensors to the CPU and
+    writes on a thread, while training goes on; the future tells when it is done, and what went wrong. One
+    save at a time.
 
     Every rank must call it. Raises RankError when another rank does not, CheckpointError for `extra` that
-    JSON can't
-    hold, for parameters in the optimizer that the model lacks, and when writing fails.
+    JSON can't hold, for parameters in the optimizer that the model lacks, and when writing fails.
     """
     comm, _ = split_of(model)
     _over_processes(comm)
-    meet(comm, "autotp.save_training", PATIENCE)
+    meet(everyone(model), "autotp.save_training", PATIENCE)
     target = Path(directory).absolute()
     entries = {**_model_entries(model), **_optimizer_entries(model, optimizer)}
     entries = {name: entry.to_write(copy=not wait) for name, entry in entries.items()}
@@ -96,9 +93,8 @@ def load_training(
     """Put a checkpoint of `save_training` into `model` and `optimizer`, split as they are now; gives `extra`.
 
     Every rank must call it. torch's own format has a pickle in it (.metadata): load only checkpoints you
-    trust. Raises
-    CheckpointError where there is no complete checkpoint, or where it lacks what the model or the optimizer
-    needs.
+    trust. Raises CheckpointError where there is no complete checkpoint, or where it lacks what the model or
+    the optimizer needs.
     """
     comm, _ = split_of(model)
     _over_processes(comm)
@@ -147,7 +143,7 @@ def _write(
     part, old = (target.with_name(f".{target.name}.{what}") for what in ("part", "old"))
     if leader:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        part.mkdir(parents=True, exist_ok=True)  # torch's writer on another rank may have made it by now
     try:
         # No rank writes before the leader, who is past the lines above, has made the plan for all.
         files = dcp.FileSystemWriter(part)
@@ -199,6 +195,13 @@ class Entry:
     held: Held | None
     comm: Comm
     writing: bool = False
+    rows: tuple[int, int] | None = None  # where copies share out what tp left: this one's first row, of all
+
+    @classmethod
+    def of(cls, tensor: Tensor, held: Held | None, comm: Comm) -> Entry:
+        local, start = part_of_copies(tensor)
+        cut = (start, tensor.shape[0]) if local is not tensor else None
+        return cls(local.detach(), held, comm, rows=cut)
 
     @property
     def layout(self) -> ParamLayout | None:
@@ -206,7 +209,9 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.local.shape if self.layout is None else self.layout.shape)
+        if self.layout is not None:
+            return tuple(self.layout.shape)
+        return tuple(self.local.shape if self.rows is None else (self.rows[1], *self.local.shape[1:]))
 
     @property
     def elsewhere(self) -> bool:
@@ -216,7 +221,7 @@ class Entry:
     def to_write(self, copy: bool) -> Entry:
         """The same, to be written; with a copy of the values on the CPU where training goes on meanwhile."""
         local = self.local.detach()
-        return Entry(local.to("cpu", copy=True) if copy else local, self.held, self.comm, writing=True)
+        return Entry(local.to("cpu", copy=True) if copy else local, self.held, self.comm, True, self.rows)
 
     def finish(self) -> None:
         """After reading."""
@@ -233,6 +238,8 @@ class Entry:
                     ranges[d] = [(at, start, start + length) for _, at, start, length in first]
                 else:
                     ranges[d] = list(_placed(ranks[self.comm.rank]))
+        if self.rows is not None:
+            ranges[0] = list(_within(ranges[0], self.rows[0], self.local.shape[0]))
         found = []
         for choice in itertools.product(*ranges):
             view = self.local
@@ -274,7 +281,6 @@ class _Writer(DefaultSavePlanner):
 
 class _Reader(DefaultLoadPlanner):
     """Reads what entries need, from whichever blocks there are."""
-
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -298,12 +304,20 @@ def _placed(ranges: DimLayout) -> Iterator[tuple[int, int, int]]:
         at += stop - start
 
 
+def _within(placed: Any, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """What of `placed` ranges lies in the rows `first`, ... of the rank, placed from there."""
+    for at, start, stop in placed:
+        low, high = max(at, first), min(at + stop - start, first + count)
+        if low < high:
+            yield low - first, start + low - at, start + high - at
+
+
 # ---------------------------------------------------------------- the model's and the optimizer's tensors
 def _model_entries(model: nn.Module) -> dict[str, Entry]:
     comm, held = split_of(model)
     names = {id(t): n for n, t in reversed(model.state_dict(keep_vars=True).items()) if isinstance(t, Tensor)}
     tensors = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    return {f"model.{names[key]}": Entry(t.detach(), held.get(key), comm) for key, t in tensors.items()}
+    return {f"model.{names[key]}": Entry.of(t, held.get(key), comm) for key, t in tensors.items()}
 
 
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Entry]:
@@ -314,7 +328,7 @@ def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None
         for key, value in (optimizer.state.get(param, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
                 how = held.get(id(param)) if value.shape == param.shape else None
-                entries[f"optimizer.{name}.{key}"] = Entry(plain(value).detach(), how, comm)
+                entries[f"optimizer.{name}.{key}"] = Entry.of(plain(value), how, comm)
     return entries
 
 

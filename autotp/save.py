@@ -25,10 +25,9 @@ from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
 from .lazy import LazyTensor, lazy, read_in_blocks
-from .mesh import Mesh
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
-from .state import Held
+from .state import Held, whole_of_copies
 from .tensorfiles import FileWriter, Region, in_file_order, whole_region
 
 PATIENCE = 60.0  # seconds a rank waits for the others to call save too
@@ -53,18 +52,20 @@ def save(
     Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
     Raises CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
     comm, held = split_of(model)
-    mesh: Mesh = getattr(getattr(model, "autotp", None), "mesh", None) or Mesh.of(comm)
-    meet(mesh.world, "autotp.save", patience)
+    world = everyone(model)
+    meet(world, "autotp.save", patience)
     target = Path(directory)
     failed: Exception | None = None
-    if mesh.dp.rank == 0:  # the other copies hold the same
-        failed = _write_all(model, target, comm, held, max_shard_size, variant, save_original_format)
-    if mesh.world.size == 1:
+    copies: Any = getattr(getattr(model, "autotp", None), "copies", None)
+    if copies is None or copies.cuts or copies.comm.rank == 0:  # else other copies hold the same
+        writes = world.rank == 0
+        failed = _write_all(model, target, comm, writes, held, max_shard_size, variant, save_original_format)
+    if world.size == 1:
         if failed is not None:
             raise failed
         return
     try:
-        agree(mesh.world, failed if failed is not None else "saved")
+        agree(world, failed if failed is not None else "saved")
     except AutotpError as error:
         raise (failed or error) from None
 
@@ -73,22 +74,23 @@ def _write_all(
     model: nn.Module,
     target: Path,
     comm: Comm,
+    writes: bool,
     held: Mapping[int, Held],
     max_shard_size: int | str,
     variant: str | None,
     save_original_format: bool,
 ) -> Exception | None:
-    """Every file, by rank 0 of `comm`; what went wrong with one."""
+    """Every file, by the rank that `writes`; what went wrong with one."""
     failed: Exception | None = None
     with torch.no_grad(), as_whole(model):
-        if comm.rank == 0:
+        if writes:
             failed = _attempt(lambda: _write_configs(model, target, variant))
         entries = _entries(model, comm, held, save_original_format)
         files = split_into_files(entries, max_shard_size, variant)
         for file, names in files.names.items():
-            told = _write_file(target / file, {n: entries[n] for n in names}, comm, skip=failed is not None)
+            told = _write_file(target / file, {n: entries[n] for n in names}, writes and failed is None)
             failed = failed or told
-        if comm.rank == 0 and failed is None and len(files.names) > 1:
+        if writes and failed is None and len(files.names) > 1:
             failed = _attempt(lambda: _write_index(model, target, files, held, variant))
     return failed
 
@@ -183,11 +185,12 @@ class Gathered:
     def fill(self, dest: Tensor, region: Region) -> None:
         """Put the part `region` of the whole into `dest`, on every rank; of replicated tensors, on rank 0."""
         layout = None if self.held is None else self.held.layout
+        local = whole_of_copies(self.local.detach())
         if layout is None or self.comm.size == 1:
-            dest.copy_(_taken(self.local.detach(), region))
+            dest.copy_(_taken(local, region))
             return
         blocks = [_meeting(layout.dims, rank, region) for rank in range(self.comm.size)]
-        pieces = [_taken(self.local.detach(), mine) for mine, _ in blocks[self.comm.rank]]
+        pieces = [_taken(local, mine) for mine, _ in blocks[self.comm.rank]]
         flat = [
             p.contiguous().view(torch.uint8).flatten() if p.dim() else p.view(1).view(torch.uint8)
             for p in pieces
@@ -245,11 +248,19 @@ def _taken(tensor: Tensor, region: Region) -> Tensor:
 
 
 # ---------------------------------------------------------------- what is written
+def everyone(model: nn.Module) -> Comm:
+    """All ranks that a model is spread over, copies of it and all."""
+    state: Any = getattr(model, "autotp", None)
+    return ShapeComm(0, 1) if state is None else state.comm if state.mesh is None else state.mesh.world
+
+
 def split_of(model: nn.Module) -> tuple[Comm, dict[int, Held]]:
     """The ranks, and how each tensor (by id) lies over them."""
     state: Any = getattr(model, "autotp", None)
     if state is None:
         return ShapeComm(0, 1), {}
+    if state.copies is not None and state.copies.cuts:
+        state.copies.reshard()
     return state.comm, {
         id(module._parameters.get(own, module._buffers.get(own))): held for module, own, held in state.owners
     }
@@ -286,13 +297,13 @@ def _entries(
     return saved_entries(model, entries) if original_format else entries
 
 
-def _write_file(path: Path, entries: Mapping[str, LazyTensor], comm: Comm, skip: bool) -> Exception | None:
-    """Gather and write. What goes wrong on rank 0 is kept until all ranks are through: they gather
-    together."""
+def _write_file(path: Path, entries: Mapping[str, LazyTensor], writes: bool) -> Exception | None:
+    """Gather and write. What goes wrong on the rank that writes is kept until all ranks are through: they
+    gather together."""
     failed: Exception | None = None
     writer: FileWriter | None = None
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in entries.items()}
-    if comm.rank == 0 and not skip:
+    if writes:
         try:
             writer = FileWriter(path, shapes, {"format": "pt"})
         except (OSError, AutotpError) as error:

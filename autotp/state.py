@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .comm import Comm
 from .errors import ShardStateError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .plan import Plan
     from .replicas import Replica
+    from .zero import Sharded
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ShardState:
     plan: Plan | None = None
     owners: list[tuple[nn.Module, str, Held]] = field(default_factory=list, repr=False)
     mesh: Mesh | None = None
-    copies: Replica | None = field(default=None, repr=False)
+    copies: Replica | Sharded | None = field(default=None, repr=False)
 
     @classmethod
     def prepare(cls, model: nn.Module, plan: Plan, comm: Comm) -> ShardState:
@@ -90,6 +92,8 @@ class ShardState:
 
     def watch(self) -> None:
         """Put the gradients' hooks on the parameters that lack them."""
+        if self.copies is not None and self.copies.cuts:
+            return                               # they are where `zero.py` put them
         for module, own, held in self.owners:
             param = module._parameters.get(own)
             if param is not None:
@@ -131,7 +135,7 @@ class _WatchLoaded:
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         for own, held in self.held.items():
             param = module._parameters.get(own)
-            if param is not None:
+            if param is not None and not isinstance(param, DTensor):
                 watch(param, self.comm, held.layout, held.how, held.once)
 
 
@@ -166,6 +170,21 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---------------------------------------------------------------- whole again
+def whole_of_copies(tensor: Tensor) -> Tensor:
+    """What tensor parallelism left on this rank of a tensor that is cut over copies of the model (`zero.py`);
+    any other as it is. Collective over dp."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of_copies(tensor: Tensor) -> tuple[Tensor, int]:
+    """This copy's rows of such a tensor, sharing its memory, and the first row's number."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh = tensor.device_mesh
+    longest = -(-tensor.shape[0] // mesh.size())
+    return tensor.to_local().detach(), min(mesh.get_local_rank() * longest, tensor.shape[0])
+
+
 def gather(local: Tensor, layout: ParamLayout, comm: Comm) -> Tensor:
     """The full tensor, on every rank, from each rank's part. Collective; bit for bit what was split."""
     parts = [layout.local_shape(rank) for rank in range(comm.size)]
@@ -196,7 +215,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 continue
             if id(tensor) not in done:
                 here = held.get(id(tensor))
-                done[id(tensor)] = tensor.detach() if here is None else _whole(tensor, *here)
+                mine = whole_of_copies(tensor.detach())
+                done[id(tensor)] = mine if here is None else _whole(mine, *here)
             full[name] = done[id(tensor)]
         return full
 

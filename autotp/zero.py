@@ -13,26 +13,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .comm import ProcessComm
-from .errors import PlanError
+from .errors import AutotpError, PlanError
 from .gradients import MarkGrad, Spread, watch
 from .mesh import Mesh
-from .state import Held, ShardState
-
-LEVELS = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters too"}
+from .nested import map_tensors
+from .state import Held, ShardState, part_of_copies
 
 
 @dataclass(eq=False)
 class Sharded:
     """A model whose copies share their parameters out: `state.copies` under zero=1, 2 or 3."""
 
+    cuts = True
+
     zero: int
     mesh: Mesh
     modules: list[FSDPModule] = field(default_factory=list)
+    count: int = 0
 
     def install(self, model: nn.Module, state: ShardState, blocks: Sequence[str]) -> None:
         """Shard `model`'s parameters, block by block.
@@ -41,37 +44,66 @@ class Sharded:
         more group, gathered while the whole model runs.
         """
         if not isinstance(self.mesh.dp, ProcessComm) or self.mesh.devices is None:
-            raise PlanError(f"zero={self.zero} needs processes of torch.distributed: FSDP2 has no simulation.")
+            raise PlanError(f"zero={self.zero} needs processes of torch.distributed: FSDP2 has no threads.")
         options: dict[str, Any] = {
             "mesh": self.mesh.devices["dp"],
             "reshard_after_forward": self.zero == 3,
         }
-        for path in own_blocks(model, blocks):
-            fully_shard(model.get_submodule(path), **options)
-        fully_shard(model, **options)
+        for name, param in model.named_parameters():
+            if param.dim() == 0:
+                raise PlanError(f"zero={self.zero}: {name} has no dims, which FSDP2 can't cut; give it one, "
+                                "or use zero=0.")
+            if param.is_meta:
+                raise PlanError(f"zero={self.zero}: {name} is on the meta device; give the model its values "
+                                "first.")
+        for part in (*map(model.get_submodule, own_blocks(model, blocks)), model):
+            part.register_forward_hook(_no_views)
+            fully_shard(part, **options)
+        model.register_forward_pre_hook(self._before)
+        model.register_forward_hook(self._after)
+        self.count = len(list(model.parameters()))
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        if hasattr(model, "set_reduce_scatter_unused_params"):      # torch >= 2.13
-            model.set_reduce_scatter_unused_params(True)
-        for module in self.modules:
-            module.unshard()                     # makes the parameters that forwards see: they stay the same
+        root: Any = model
+        if hasattr(root, "set_reduce_scatter_unused_params"):       # torch >= 2.13
+            root.set_reduce_scatter_unused_params(True)
+        root._get_fsdp_state()._lazy_init()      # else a part that is called first takes itself for the root
+        for shared in self.modules:
+            shared.unshard()                     # makes the parameters that forwards see: they stay the same
         whole = {id(owner._parameters.get(own)): held for owner, own, held in state.owners}
         seen = {n: whole.get(id(p)) for n, p in model.named_parameters()}
         for name, param in model.named_parameters():
             if (held := seen[name]) is not None:
                 watch(param, state.comm, held.layout, held.how, held.once, mark=False)
-        for module in self.modules:
-            module.reshard()
+        self.reshard()
         for name, param in model.named_parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(MarkGrad(self._spread(param, seen[name])))
+        for part in model.modules():
+            if any(p is not None for p in part._parameters.values()):
+                part.register_load_state_dict_pre_hook(_cut_loaded)
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
 
+    def _before(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and len(list(model.parameters())) != self.count:
+            raise AutotpError(
+                f"the model had {self.count} parameters when it was parallelized with zero={self.zero}, and "
+                f"has {len(list(model.parameters()))} now: new ones would not be trained over all copies. "
+                "Add them (adapters, say) before autotp.parallelize, or use zero=0."
+            )
+
+    def _after(self, model: nn.Module, args: Any, result: Any) -> None:
+        """With zero=1 and 2 whole parameters stay until backward. Where none comes, `model.parameters()` must
+        be those to train: an optimizer made then would have others."""
+        if not torch.is_grad_enabled():
+            self.reshard()
+
     def _spread(self, param: Tensor, held: Held | None) -> Spread:
-        spread = Spread.over(self.mesh.tp, held.layout if held else None, bool(held and held.once), param.dim())
+        layout, once = (held.layout, held.once) if held else (None, False)
+        spread = Spread.over(self.mesh.tp, layout, once, param.dim())
         weights = spread.weights
         if weights is not None and weights.shape[:1] == param.shape[:1]:
-            values, start = local(param)         # this copy's rows
+            values, start = part_of_copies(param)
             weights = weights[start:start + values.shape[0]]
         return Spread((*spread.comms, self.mesh.dp), weights)
 
@@ -83,15 +115,34 @@ class Sharded:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in here only accumulate, where each rank may hold whole gradients (zero=1)."""
-        root: Any = self.modules[0]
         if self.zero > 1:
             yield
             return
+        root: Any = self.modules[0]
         root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
+
+
+def _no_views(module: nn.Module, args: Any, result: Any) -> Any:
+    """FSDP2 gathers a module's parameters again when the gradient of its result comes. It does not hear of
+    that where the result is a view and the model changes it in place."""
+    if not torch.is_grad_enabled():
+        return result
+    return map_tensors(result, lambda t: t.clone() if t.requires_grad and t._base is not None else t)
+
+
+def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a module loads: what is whole (of this rank's tensor-parallel part) becomes this copy's rows."""
+    for own, param in module._parameters.items():
+        given = state_dict.get(prefix + own)
+        if isinstance(param, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            if given.shape == param.shape:
+                mesh, places = param.device_mesh, param.placements
+                given = distribute_tensor(given.to(param.device), mesh, places, src_data_rank=None)
+                state_dict[prefix + own] = given
 
 
 def own_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
@@ -113,21 +164,3 @@ def own_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
         if path and params and all(users[id(p)] == {path} for p in params):
             found.append(path)
     return found
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter (or state of the optimizer) with the parts of all copies: what tensor parallelism left on
-    this rank. Collective over dp for one that is cut, any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
-
-
-def local(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter, and the row at which it begins."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    mesh = tensor.device_mesh
-    chunk = -(-tensor.shape[0] // mesh.size())
-    return tensor.to_local(), min(mesh.get_local_rank() * chunk, tensor.shape[0])
-
-
-__all__ = ["LEVELS", "Sharded", "local", "own_blocks", "whole"]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributed import run
 from models import MODELS
+from safetensors import safe_open
 from torch import nn
-from whole import EXACT, FLOAT32, assert_same_grads, full_grads, logits_of
+from whole import EXACT, FLOAT32, assert_close, assert_same_grads, full_grads, logits_of
 
 import autotp
 from autotp.comm import Comm, simulate
 from autotp.errors import PlanError, RankError
 from autotp.mesh import Mesh
+from autotp.resume import load_training, save_training
 from autotp.verify import relative_error
 
 
@@ -191,3 +195,96 @@ def test_data_rank() -> None:
     assert on_mesh(2, 2, "llama_gqa", use) == [(0, 2), (0, 2), (1, 2), (1, 2)]
     with pytest.raises(PlanError, match="not parallelized"):
         autotp.data_rank(nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------- processes
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], seed: int) -> None:
+    optimizer.zero_grad()
+    loss_on(model, batch_of(inputs, seed), *autotp.data_rank(model)).backward()
+    optimizer.step()
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert set(got) == set(want) and all(torch.equal(got[n], tensor) for n, tensor in want.items())
+
+
+def _zero(rank: int, folder: str, zero: int, name: str) -> None:
+    model, inputs = MODELS[name]()
+    with torch.no_grad():
+        logits = logits_of(model(**inputs))
+    want = three_steps(model, inputs, 0, 1)
+    model, inputs = MODELS[name]()
+    autotp.parallelize(model, tp=2, dp=2, zero=zero, example_inputs=inputs)
+    part, parts = autotp.data_rank(model)
+    with torch.no_grad():  # leaves no whole parameters behind for the optimizer to find
+        assert_close(logits_of(model(**inputs)), logits)
+    assert_same_training(three_steps(model, inputs, part, parts), want)
+    # `model` goes on: what it holds is saved, lost, and found again
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    one_step(model, optimizer, inputs, 3)
+    kept = autotp.full_state_dict(model)
+    save_training(f"{folder}/training", model, optimizer)
+    autotp.save(model, f"{folder}/saved")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(kept)
+    assert_equal(autotp.full_state_dict(model), kept)
+    again, inputs = MODELS[name]()
+    autotp.parallelize(again, tp=4, example_inputs=inputs)
+    another = torch.optim.AdamW(again.parameters(), lr=0.5)
+    load_training(f"{folder}/training", again, another)
+    assert_equal(autotp.full_state_dict(again), kept)
+    one_step(again, another, inputs, 4)
+    one_step(model, optimizer, inputs, 4)
+    stepped = autotp.full_state_dict(model)
+    for n, tensor in autotp.full_state_dict(again).items():
+        assert relative_error(tensor, stepped[n]) <= 1e-7, n
+    model.load_state_dict(kept)
+    if rank == 0:
+        with safe_open(f"{folder}/saved/model.safetensors", "pt") as file:
+            assert all(torch.equal(file.get_tensor(n), kept[n]) for n in file.keys())
+    # it generates
+    alone, inputs = MODELS[name]()
+    alone.load_state_dict(kept)
+    ids = inputs["input_ids"]
+    want = alone.generate(ids, max_new_tokens=4)
+    assert torch.equal(model.generate(ids, max_new_tokens=4), want)
+    # gradients that gather
+    model.zero_grad()
+    with autotp.no_sync(model):
+        loss_on(model, batch_of(inputs, 0), part, parts).backward()
+    loss_on(model, batch_of(inputs, 1), part, parts).backward()
+    got = full_grads(model)
+    for seed in range(2):
+        loss_on(alone, batch_of(inputs, seed)).backward()
+    assert_same_grads(got, full_grads(alone))
+    model.adapter = nn.Parameter(torch.ones(1))
+    with pytest.raises(autotp.AutotpError, match="before autotp.parallelize"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("zero", "name"), [(1, "gpt2"), (2, "qwen3"), (3, "llama_mqa")]
+)
+def test_copies_that_share_out_what_they_hold(tmp_path: Path, zero: int, name: str) -> None:
+    run(4, _zero, str(tmp_path), zero, name)
+
+
+def _replicated(rank: int) -> Any:
+    model, inputs = MODELS["llama_tied"]()
+    autotp.parallelize(model, tp=1, dp=2, example_inputs=inputs)
+    return three_steps(model, inputs, *autotp.data_rank(model))
+
+
+def test_data_parallel_processes() -> None:
+    model, inputs = MODELS["llama_tied"]()
+    want = three_steps(model, inputs, 0, 1)
+    for got in run(2, _replicated):
+        assert_same_training(got, want)
+
+
+def test_zero_needs_copies() -> None:
+    model, inputs = MODELS["gpt2"]()
+    with pytest.raises(PlanError, match="zero=2 with dp=1"):
+        autotp.parallelize(model, tp=1, zero=2, example_inputs=inputs)

@@ -11,7 +11,7 @@ from torch import nn
 import autotp
 from autotp.comm import Comm, simulate
 from autotp.gradients import plain
-from autotp.state import gather
+from autotp.state import gather, whole_of_copies
 from autotp.verify import relative_error
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
@@ -54,7 +54,7 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, param in model.named_parameters():
         if param.grad is None:
             continue
-        grad, held = plain(param.grad), state.held.get(name) if state else None
+        grad, held = whole_of_copies(plain(param.grad)), state.held.get(name) if state else None
         if held is not None and held.layout is not None:
             grad = gather(grad, held.layout, state.comm)
         elif held is not None and held.once:
