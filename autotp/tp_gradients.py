@@ -125,9 +125,7 @@ class Gradients:
         sources = self.index.operands[pieces]
         linear = sources[0].node if len(sources) == 1 else node
         value = pieces.meta["val"]
-        config: Any = getattr(self.of.skeleton, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        width = getattr(text, "qk_rope_head_dim", None)
+        width = self._rotary_width()
         if not isinstance(value, tuple) or len(value) != 2 or linear.op != "call_module" or width is None:
             return False
         module = self.of.skeleton.get_submodule(str(linear.target))
@@ -137,6 +135,13 @@ class Gradients:
             return False
         self.extra.styles[str(linear.target)] = ("mla_kv_a_proj", axis)
         return True
+
+    def _rotary_width(self) -> int | None:
+        config: Any = getattr(self.of.skeleton, "config", None)
+        try:
+            return config.get_text_config().qk_rope_head_dim
+        except Exception:  # none, or one of each layer: a config may raise what it likes
+            return None
 
     def _sum_parameter(self, name: str, axis: Axis) -> None:
         owner = name.rpartition(".")[0]

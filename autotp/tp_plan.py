@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 
 from .axes import Axis
@@ -155,7 +156,7 @@ class Translation:
             if edge.kind == "stat":
                 raise Unsayable(f"{describe(edge.source)}: a {edge.why} over the axis has to be reduced")
             if edge.kind == "reduce" and not self.index.module_params.get(edge.source):
-                self._experts(flow, edge.source, said)
+                self._own_sum(flow, edge.source, said)
                 handled.add(edge)
         for name in sorted(flow.params):
             plan = self.params[name]
@@ -206,8 +207,13 @@ class Translation:
             raise Unsayable(f"{plan.name}: no style for its layout ({plan.placement}, {_first(plan.layout)})")
         return reduce | gather | cut
 
-    def _experts(self, flow: Flow, source: fx.Node, said: Said) -> None:
-        """`moe_tp_experts` on the module that makes this sum: all of the axis must be inside of it."""
+    def _own_sum(self, flow: Flow, source: fx.Node, said: Said) -> None:
+        """The style of a module whose own code makes this sum: an embedding's look-up, then at most scaled;
+        or experts, with all of the axis inside."""
+        table = self.index.looks_up(source)
+        if table is not None and all(map(self._scales, self._after(table, source))):
+            said.say(table, "embedding_rowwise")
+            return
         places = self.reduced_at.get(source, [])
         if len(places) != 1 or places[0].kind != "out" or places[0].path:
             raise Unsayable(f"{describe(source)}: a sum over the ranks that is no module's output")
@@ -223,12 +229,31 @@ class Translation:
         said.say(module, "moe_tp_experts")
         said.experts.add(module)
 
+    def _after(self, module: str, node: fx.Node) -> list[fx.Node]:
+        """The tensors that a call of `module` computes after `node`."""
+        (call,) = (c for c in self.calls[module] if self.within(c, node))
+        later = self.index.nodes[self.index.order[node] + 1 : call.last + 1]
+        return [n for n in later if n.op != "get_attr" and isinstance(n.meta.get("val"), torch.Tensor)]
+
+    @staticmethod
+    def _scales(node: fx.Node) -> bool:
+        """Is it a product with a scalar, or a cast?"""
+        name = getattr(node.target, "__name__", "")
+        factors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node) and "val" in a.meta]
+        scalars = sum(isinstance(f, torch.Tensor) and f.ndim == 0 for f in factors)
+        product = name in ("mul", "__mul__") and scalars + 1 >= len(factors)
+        return product or name in ("to", "type_as", "float")
+
     def _attribute(self, node: fx.Node, name: str, layout: ParamLayout, said: Said) -> None:
         """The style of a parameter that its module's own code uses."""
         owner, _, own = name.rpartition(".")
         if not any(self.within(c, node) for c in self.calls[owner]):
             raise Unsayable(f"{name} is used outside of the forward of {owner or 'the model'}")
         ndim, dims, even = len(layout.shape), set(layout.dims), cuts(layout, self.tp)
+        if said.styles.get(owner) == "embedding_rowwise":
+            if even != 1 or dims != {0}:
+                raise Unsayable(f"{name}: no style for this split of an embedding")
+            return
         if even == 1 and dims == {max(ndim - 2, 0)}:
             style = "colwise"
         elif even == 1 and dims == {ndim - 1} and own != "bias":
