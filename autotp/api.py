@@ -26,6 +26,7 @@ def parallelize(
     tp: int | None = None,
     pp: int = 1,
     dp: int = 1,
+    ep: int = 1,
     *,
     zero: int = 0,
     policy: Any = None,
@@ -41,6 +42,8 @@ def parallelize(
     torch's DistributedDataParallel; `no_sync` puts the exchange off while gradients accumulate. zero: what
     the copies share out instead of each holding all of it, by FSDP2: 1 the optimizer's states, 2 the
     gradients too, 3 the parameters too. `p` and `p.grad` are then DTensors outside of forward and backward.
+    ep: `tp` to split experts by expert: each rank computes the choices that fell on its own, and the results
+    are summed. 1 splits every expert's hidden units.
     policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
     strict: raise instead of warning where block weights stay replicated.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
@@ -72,7 +75,7 @@ def parallelize(
     outcome: str | BaseException
     decided = None
     try:
-        decided, found = plan_and_analysis(model, ranks.size, policy, example_inputs=example_inputs)
+        decided, found = plan_and_analysis(model, ranks.size, policy, ep=ep, example_inputs=example_inputs)
         blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
         del found
         if ranks.size > 1 and not any(p.layout for p in decided.params.values()):

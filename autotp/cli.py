@@ -78,6 +78,9 @@ TpOption = Annotated[
 PolicyOption = Annotated[
     Path | None, typer.Option("--policy", help="A policy YAML: pins and overrides.", show_default=False)
 ]
+EpOption = Annotated[
+    int, typer.Option("--ep", min=1, help="As many as --tp: split experts by expert, not by hidden units.")
+]
 LayersOption = Annotated[
     int | None,
     typer.Option(
@@ -119,6 +122,7 @@ def dump(
     tp: TpOption,
     format: Annotated[Format, typer.Option("--format", "-f", help="How to show it.")] = Format.text,
     policy: PolicyOption = None,
+    ep: EpOption = 1,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose local shapes are shown.")] = 0,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write to this file.", show_default=False)
@@ -133,7 +137,7 @@ def dump(
 ) -> None:
     """Show the sharded model: shapes on each rank, every collective, and the reasons. Needs no weights and no
     GPU."""
-    _guarded(context.obj, lambda: _dump(model, tp, format, policy, rank, out, why, layers))
+    _guarded(context.obj, lambda: _dump(model, tp, ep, format, policy, rank, out, why, layers))
 
 
 @app.command(
@@ -149,6 +153,7 @@ def verify(
         int, typer.Option("--steps", min=0, help="AdamW steps to compare; 0 compares the forward only.")
     ] = 1,
     policy: PolicyOption = None,
+    ep: EpOption = 1,
     layers: LayersOption = None,
     memory: Annotated[
         float, typer.Option("--memory", help="GiB that may be used; a larger model is refused.")
@@ -159,7 +164,7 @@ def verify(
 
     The ranks are simulated in this process. Leaves with 1 if a number is wrong, with 2 if it could not run.
     """
-    wrong = _guarded(context.obj, lambda: not _verify(model, tp, steps, policy, layers, memory).ok)
+    wrong = _guarded(context.obj, lambda: not _verify(model, tp, ep, steps, policy, layers, memory).ok)
     raise typer.Exit(int(bool(wrong)))
 
 
@@ -189,6 +194,7 @@ def _guarded(debug: bool, run: Callable[[], Any]) -> Any:
 def _dump(
     source: str,
     tp: int,
+    ep: int,
     format: Format,
     policy: Path | None,
     rank: int,
@@ -204,13 +210,12 @@ def _dump(
     console = Console(stderr=True)
     with console.status(f"planning {escape(source)} over {tp} ranks"):
         model = build_model(source, layers=layers)
-        if why or format in GRAPHS:
-            plan, found = plan_and_analysis(model, tp, str(policy) if policy else None)
-            rendered = (
-                _explain(found, plan, why) if why else _draw(found, plan, format, rank, _itemsize(model))
-            )
+        plan, found = plan_and_analysis(model, tp, str(policy) if policy else None, ep=ep)
+        if why:
+            rendered = _explain(found, plan, why)
+        elif format in GRAPHS:
+            rendered = _draw(found, plan, format, rank, _itemsize(model))
         else:
-            plan, _ = plan_and_analysis(model, tp, str(policy) if policy else None)
             rendered = _list(plan, format, rank, _itemsize(model))
     if out is None:
         _print(rendered)
@@ -300,7 +305,7 @@ def _plain(rendered: Any) -> str:
 
 # ---------------------------------------------------------------- verify
 def _verify(
-    source: str, tp: int, steps: int, policy: Path | None, layers: int | None, memory: float
+    source: str, tp: int, ep: int, steps: int, policy: Path | None, layers: int | None, memory: float
 ) -> Report:
     import torch
 
@@ -323,7 +328,8 @@ def _verify(
         model = build_model(source, device="cpu", layers=layers, dtype=torch.float32)
         randomise(model)
         with quiet():
-            report = run(model, tp, str(policy) if policy else None, steps=steps, progress=status.update)
+            given = str(policy) if policy else None
+            report = run(model, tp, given, ep=ep, steps=steps, progress=status.update)
     console.print(_report(report))
     return report
 

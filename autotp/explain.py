@@ -29,8 +29,14 @@ def why(found: Analysis, plan: Plan, name: str) -> Text:
     if dims is None or not any(found.index.touching.get(leaf) for dim in dims for leaf in leaves(dim)):
         out.append("  The captured run never uses it: its axes are unknown, so it stays whole.\n", "yellow")
         return out
+    by_expert = any(param.name in one.stacks for one in found.experts)
+    if by_expert:
+        held = ranks_text(tuple(param.local_shape(r)[0] for r in range(plan.tp)))
+        out.append(f"\n    ✓ dim 0 counts experts: {held} of {param.shape[0]} a rank (ep)\n", "green")
     letters: dict[Axis, str] = {}
     for d, dim in enumerate(dims):
+        if by_expert and d == 0:
+            continue
         out.append(f"\n  dim {d}", "bold")
         out.append(f", {dim.size} = {show(dim, letters)}\n")
         for leaf in leaves(dim):

@@ -15,6 +15,12 @@ from .captured import CapturedGraph, ModuleCall
 from .ints import plain
 from .propagate import Axes, Facts
 
+RANDOM = (
+    "scaled_dot_product_attention", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "rrelu", "bernoulli", "rand_like", "randn_like",
+)  # fmt: skip
+"""Functions that draw random numbers, in training at least."""
+
 
 @dataclass(frozen=True)
 class Operand:

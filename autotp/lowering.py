@@ -12,7 +12,8 @@ from torch import fx, nn
 from .axes import Axis, factors, leaves, product, show
 from .captured import CapturedGraph
 from .choose import Choice
-from .graph import GraphIndex, describe, tensors_of
+from .experts import with_experts
+from .graph import RANDOM, GraphIndex, describe, tensors_of
 from .ints import plain
 from .layouts import ParamLayout
 from .local import dim_layout
@@ -37,7 +38,7 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         if p.layout is None and len(p.shape) > 1
     }
     collectives, layers = _collectives(found, tp)
-    return Plan(
+    plan = Plan(
         model=type(model).__name__,
         tp=tp,
         params=params,
@@ -52,6 +53,7 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         precision=_precision(found.captured),
         observed=tuple(_observed(found, tp)),
     )
+    return with_experts(plan, found.experts)
 
 
 def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
@@ -63,12 +65,6 @@ def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
         yield Collective(
             "gather", (where,), tuple(value.shape), size, why, dims=_slice_dims(found, arrow, tp)
         )
-
-
-_RANDOM = (
-    "scaled_dot_product_attention", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_alpha_dropout", "rrelu", "bernoulli", "rand_like", "randn_like",
-)  # fmt: skip
 
 
 def _regions(found: Analysis) -> Iterator[Region]:
@@ -83,7 +79,7 @@ def _regions(found: Analysis) -> Iterator[Region]:
                 module = index.captured.skeleton.get_submodule(str(node.target))
                 draws = isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout
                 name = "dropout" if draws else ""
-            if name not in _RANDOM:
+            if name not in RANDOM:
                 continue
             before = [
                 n

@@ -197,7 +197,9 @@ def _enters(user: fx.Node, path, inside, partial, converted) -> bool:
 
 def _opaque(node: fx.Node) -> bool:
     """May the backward here be other than linear in the gradient? Then a share of one won't do."""
-    return bool(node.meta.get("custom_grad") or node.meta.get("gradient_hook"))
+    return bool(
+        node.meta.get("custom_grad") or node.meta.get("gradient_hook") or node.meta.get("by_expert")
+    )
 
 
 def _upwards(index, node, entering, inside, partial, reduced, converted, grad_uses) -> set[fx.Node]:

@@ -21,6 +21,7 @@ from .axes import Axis, leaves
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
+from .experts import Experts, exchanges, find_experts, set_apart
 from .flow import Flow
 from .foreign import Hooked, doubts, hooks_of
 from .graph import GraphIndex, describe
@@ -51,6 +52,7 @@ class Analysis:
     realised: Realised
     solutions: list[Solution]  # per rank
     policy: BoundPolicy
+    experts: tuple[Experts, ...] = ()  # modules of experts that are split by expert
 
 
 def analyse(
@@ -70,9 +72,19 @@ def analyse(
 
 
 def decide(
-    index: GraphIndex, tp: int, policy: BoundPolicy, refused: dict[Axis, str], hooked: Hooked
+    index: GraphIndex,
+    tp: int,
+    policy: BoundPolicy,
+    refused: dict[Axis, str],
+    hooked: Hooked,
+    by_expert: bool = False,
 ) -> Analysis:
-    """Choose axes other than the `refused` ones (which grow by those that turn out to be impossible)."""
+    """Choose axes other than the `refused` ones (which grow by those that turn out to be impossible).
+
+    by_expert: split experts by expert. PlanError where they can't be.
+    """
+    experts = find_experts(index, tp) if by_expert else ()
+    refused.update(set_apart(index, experts))
 
     def allow(axis: Axis, flow: Flow) -> str | None:
         return refused.get(axis) or policy.veto(axis, flow)
@@ -96,7 +108,8 @@ def decide(
         if not given_up:
             if problems:
                 raise PlanError(f"no axis explains these problems: {[why for why, _ in problems][:3]}")
-            return Analysis(index.captured, index, choice, placement, realised, solutions, policy)
+            realised.places += exchanges(experts, placement)
+            return Analysis(index.captured, index, choice, placement, realised, solutions, policy, experts)
         refused.update(given_up)
 
 
@@ -179,6 +192,7 @@ def plan(
     tp: int,
     policy: Any = None,
     *,
+    ep: int = 1,
     pp: int = 1,
     stages: Sequence[str] | None = None,
     example_inputs: Any = None,
@@ -189,13 +203,14 @@ def plan(
 
     policy: path of a policy YAML, a dict of that form, a transformers `tp_plan`, or a list of these (later
     ones win).
+    ep: `tp` to split experts by expert (each rank holds some of them, whole), 1 to split their hidden units.
     stages: the cut by hand, as the paths of the first module of each stage but the first (`pp - 1` of them);
     without it the stages cost alike.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
     check: capture the rewritten model too, and compare (`recapture`).
     Raises CaptureError, PlanError, PolicyError. What stays replicated is in `Plan.kept`, with reasons.
     """
-    options: dict[str, Any] = {"example_inputs": example_inputs, "check": check}
+    options: dict[str, Any] = {"ep": ep, "example_inputs": example_inputs, "check": check}
     return plan_and_analysis(model, tp, policy, pp=pp, stages=stages, **options)[0]
 
 
@@ -204,6 +219,7 @@ def plan_and_analysis(
     tp: int,
     policy: Any = None,
     *,
+    ep: int = 1,
     pp: int = 1,
     stages: Sequence[str] | None = None,
     example_inputs: Any = None,
@@ -212,6 +228,10 @@ def plan_and_analysis(
     """`plan`, and all that was found out on the way."""
     if not isinstance(tp, int) or tp < 1:
         raise PlanError(f"tp={tp!r}: give a number of ranks of at least 1.")
+    if ep not in (1, tp):
+        raise PlanError(
+            f"ep={ep} with tp={tp}: experts are split over all tensor-parallel ranks, so ep is tp or 1."
+        )
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"{given} was given; give the model itself, an instance of torch.nn.Module.")
@@ -225,6 +245,8 @@ def plan_and_analysis(
     found = _analyse_masked(quiet, tp, inputs, load(policy), hooked)
     staged = _staged(found, pp, stages)
     refused: dict[Axis, str] = {}
+    if ep > 1:
+        found = decide(found.index, tp, found.policy, refused, hooked, by_expert=True)
     while True:
         result = replace(to_plan(model, found, tp), stages=staged)
         found.policy.check(result, found.index)
@@ -239,7 +261,7 @@ def plan_and_analysis(
             if not axes:
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
-            found = decide(found.index, tp, found.policy, refused, hooked)
+            found = decide(found.index, tp, found.policy, refused, hooked, bool(found.experts))
 
 
 def _staged(found: Analysis, pp: int, stages: Sequence[str] | None) -> Stages | None:
@@ -270,7 +292,8 @@ def _check_training(
     try:
         again = capture(quiet.train(), **found.captured.inputs)
         index = GraphIndex(again, propagate(again))
-        other = to_plan(model, decide(index, tp, Policy().bind(index, tp), {}, hooked), tp)
+        policy = Policy().bind(index, tp)
+        other = to_plan(model, decide(index, tp, policy, {}, hooked, bool(found.experts)), tp)
     finally:
         quiet.eval()
     if other.essence() != result.essence():

@@ -103,6 +103,7 @@ def training_ways(model: nn.Module, plan: Plan, found: Analysis) -> dict[str, st
         return {(scope, f.code.co_filename, f.lineno, name) for scope, f, name in sites}
 
     scopes = {n.meta.get("scope") for flow in found.choice.flows.values() for n in flow.inside}
+    scopes |= {one.module for one in found.experts}
     return {
         scope: f"{scope or 'the model'}: in training it also does {name} (line {line})"
         for scope, _, line, name in sorted(places(again) - places(found.captured))
@@ -277,6 +278,8 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
         if a.kind == "gather" and w.kind in ("layer", "out")
     }
     wrong = []
+    apart = {node for e in found.experts for c in e.calls for node in found.index.nodes[c.first : c.last + 1]}
+    apart -= {call.output for e in found.experts for call in e.calls}
     planned: dict[Any, list[fx.Node]] = _by_place(found.captured)
     actual = _by_place(again)
     compared = 0
@@ -285,7 +288,7 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
         if len(others) != len(nodes):
             continue  # a branch that local sizes made unnecessary (repeating key heads once)
         for node, other in zip(nodes, others, strict=False):
-            if node in gathered or not isinstance(node.meta.get("val"), torch.Tensor):
+            if node in gathered or node in apart or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             compared += 1
             want, got = shapes.shape(node), tuple(other.meta["val"].shape)

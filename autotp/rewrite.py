@@ -23,7 +23,7 @@ from .comm import Comm
 from .errors import AutotpError, PlanError
 from .generation import ParallelDropout, RegionRng, has_dropout
 from .layers import shard_parameter
-from .layouts import Layout, ParamLayout, local_size, shrink
+from .layouts import Layout, ParamLayout, local_size, shrink, split
 from .outputs import LookedAt, Request, ShowWhole
 from .patch import SitePatch, patch_forward
 from .plan import Collective, LayerPlan, Plan
@@ -38,6 +38,11 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     if comm.size != plan.tp:
         raise PlanError(f"the plan is for {plan.tp} ranks, there are {comm.size}")
     state = ShardState.prepare(model, plan, comm)
+    trials = [
+        layers.Trial.of(layer.module, model.get_submodule(layer.module), layer.options, comm)
+        for layer in plan.layers
+        if layer.kind == "experts"
+    ]
     for layer in plan.layers:
         _make_layer(model, plan, layer, comm)
     for name, p in plan.params.items():
@@ -48,6 +53,8 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
             param.data = torch.zeros_like(param)
     for local in plan.ints:
         set_attribute(model.get_submodule(local.module), local.name, local.local[comm.rank])
+    for trial in trials:
+        trial.check()
     at_results: list[tuple[str, ResultHook]] = []
     for region in plan.regions:
         if region.owner is None or has_dropout(model.get_submodule(region.owner)):
@@ -178,6 +185,8 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
             assert isinstance(module, nn.MultiheadAttention)
             heads = shrink(layout("q_proj_weight", 0), module.head_dim, "the heads of nn.MultiheadAttention")
         layers.make_attention(module, heads, comm, reduce=how, enter=False)
+    elif layer.kind == "experts":
+        layers.make_experts(module, split(options["experts"], comm.size), comm)
     elif layer.kind == "dropout":
         ParallelDropout.swap(module, comm)
     else:

@@ -61,6 +61,8 @@ def in_styles(found: Analysis, params: Mapping[str, ParamPlan], tp: int, shipped
     for axis, why in said.refused.items():
         for name in sorted(found.choice.flows[axis].params):
             left_out.setdefault(glob(name), why)
+    for name in (name for one in found.experts for name in one.stacks):
+        left_out[glob(name)] = "split by expert: a plan for ep_size, not for tp_size"
     order = {pattern: i for i, pattern in enumerate(names)}
     return TpPlan(dict(sorted(styles.items(), key=lambda item: order[item[0]])), left_out)
 

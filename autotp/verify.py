@@ -73,6 +73,7 @@ def verify(
     tp: int = 2,
     policy: Any = None,
     *,
+    ep: int = 1,
     example_inputs: Any = None,
     steps: int = 1,
     new_tokens: int = 8,
@@ -87,7 +88,7 @@ def verify(
     """
     progress("planning")
     inputs = given_inputs(model, example_inputs)
-    decided = make_plan(model, tp, policy, example_inputs=inputs)
+    decided = make_plan(model, tp, policy, ep=ep, example_inputs=inputs)
     report = Report(decided)
     progress("running the whole model")
     whole = _run(copy.deepcopy(model), inputs, steps, new_tokens)

@@ -8,12 +8,14 @@ the plain local computation and its collectives.
 from .attention import ParallelMultiheadAttention, make_attention, turn_off_fast_path
 from .base import Tp, shard_parameter
 from .embedding import VocabParallelEmbedding, make_feature_embedding, make_vocab_embedding
+from .experts import LocalExperts, Trial, make_experts
 from .linear import ColumnParallelLinear, RowParallelLinear, is_transposed, make_column, make_row
 from .norm import ShardedLayerNorm, ShardedRMSNorm, make_depthwise_conv, make_grouped, make_norm
 
 __all__ = [
-    "ColumnParallelLinear", "ParallelMultiheadAttention", "RowParallelLinear", "ShardedLayerNorm",
-    "ShardedRMSNorm", "Tp", "VocabParallelEmbedding", "is_transposed", "make_attention", "make_column",
-    "make_depthwise_conv", "make_feature_embedding", "make_grouped", "make_norm", "make_row",
+    "ColumnParallelLinear", "LocalExperts", "ParallelMultiheadAttention", "RowParallelLinear",
+    "ShardedLayerNorm", "ShardedRMSNorm", "Tp", "Trial", "VocabParallelEmbedding", "is_transposed",
+    "make_attention", "make_column", "make_depthwise_conv", "make_experts", "make_feature_embedding",
+    "make_grouped", "make_norm", "make_row",
     "make_vocab_embedding", "shard_parameter", "turn_off_fast_path",
 ]
