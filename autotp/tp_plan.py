@@ -213,7 +213,7 @@ class Translation:
         """The style of a module whose own code makes this sum: an embedding's look-up, then at most scaled;
         or experts, with all of the axis inside."""
         table = self.index.looks_up(source)
-        if table is not None and all(map(self._scales, self._after(table, source))):
+        if table is not None and self._is_plain_embedding(table, source):
             said.say(table, "embedding_rowwise")
             return
         places = self.reduced_at.get(source, [])
@@ -231,11 +231,13 @@ class Translation:
         said.say(module, "moe_tp_experts")
         said.experts.add(module)
 
-    def _after(self, module: str, node: fx.Node) -> list[fx.Node]:
-        """The tensors that a call of `module` computes after `node`."""
-        (call,) = (c for c in self.calls[module] if self.within(c, node))
-        later = self.index.nodes[self.index.order[node] + 1 : call.last + 1]
-        return [n for n in later if n.op != "get_attr" and isinstance(n.meta.get("val"), torch.Tensor)]
+    def _is_plain_embedding(self, module: str, lookup: fx.Node) -> bool:
+        """Does the call look up what its first argument says, and then at most scale it?"""
+        (call,) = (c for c in self.calls[module] if self.within(c, lookup))
+        later = self.index.nodes[self.index.order[lookup] + 1 : call.last + 1]
+        later = [n for n in later if n.op != "get_attr" and isinstance(n.meta.get("val"), torch.Tensor)]
+        ids = [op.node for op in self.index.operands[lookup] if op.node.op != "get_attr"]
+        return ids == list(call.args[:1]) and all(map(self._scales, later))
 
     @staticmethod
     def _scales(node: fx.Node) -> bool:
