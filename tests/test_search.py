@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -351,6 +352,31 @@ def test_over_pcie_eight_ranks_are_no_twice_as_fast_as_four(llama70):
         return four.prefill_time / eight.prefill_time
 
     assert gain("l40s") < 1.1 < 1.5 < gain("hgx-h200")
+
+
+def test_megatrons_softmax_gives_way_for_few_heads():
+    """Two heads of one sequence are no group of four: more kernels; two sequences are one again."""
+    workload = count(gpt(1024, 16, 4, 256, 51200), 256)
+
+    def step(cluster, size):
+        return predict(workload, cluster, tp=8, batch=size, micro_batch=size).step_time
+
+    assert step("dgx-a100", 1) > step("dgx-a100", 2)
+    assert step("dgx-h100", 1) <= step("dgx-h100", 2)
+
+
+def test_short_messages_go_in_one_shot(llama70):
+    """Serving's all-reduce helps few sequences, and never costs more than NCCL's."""
+    plain = load("dgx-h100")
+    without = replace(plain, software=replace(plain.software, decode_reduce_us=0.0))
+
+    def sent(cluster, batch):
+        p = predict(llama70, cluster, tp=8, batch=batch, mode="generate")
+        return p.breakdown["tensor-parallel communication"]
+
+    assert sent(plain, 1) < 0.8 * sent(without, 1)
+    assert all(sent(plain, b) <= sent(without, b) for b in (8, 64, 512, 4096))
+    assert sent(plain, 8) < sent(plain, 512)
 
 
 def test_a_token_is_one_row_of_everything(llama70):

@@ -75,18 +75,25 @@ class Software:
     launch_us: the host's time to start a kernel; a pass over a layer takes no less than its kernels times
     that. tp_overlap, dp_overlap, pp_overlap, zero3_overlap: the share of such communication that can hide
     behind computation. grouped_zero3: false where ZeRO-3 brings every weight to every GPU over its own
-    network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is accumulated and reduced.
+    network card, as DeepSpeed did in 2021. gradient_bytes: of a gradient that is accumulated; reduce_bytes:
+    of one on its way between data-parallel ranks. softmax_group: where the heads of a rank times the
+    micro-batch are no multiple of it, Megatron's fused softmax gives way to PyTorch's, of more kernels (0:
+    never).
     reserve: GB that CUDA, NCCL and the allocator take. step_ms: per step, whatever the model. hop_us: what
     a pipeline stage waits for its neighbour each time, beside the bytes.
-    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph. straggle:
-    by how much launch-bound ranks of tp=8 hold each other up. overlap_sharp: how sharply a pass turns from
-    launch-bound to compute-bound. traffic: bytes that the regions between products really move, over those of
-    perfect fusion.
+    decode_launch_us: the same as launch_us for generation, where kernels are launched as a graph.
+    decode_reduce_us: to start a one-shot all-reduce, as serving engines have for short messages (0: they
+    have none, as over PCIe). decode_sequence_us: the host's time a sequence and token (scheduling, sampling).
+    straggle: by how much launch-bound ranks of tp=8 hold each other up. overlap_sharp: how sharply a pass
+    turns from launch-bound to compute-bound. traffic: bytes that the regions between products really move,
+    over those of perfect fusion.
     """
 
     fused_attention: bool = True
     launch_us: float = 20.0
     decode_launch_us: float = 3.0
+    decode_reduce_us: float = 0.0
+    decode_sequence_us: float = 0.0
     straggle: float = 0.25
     overlap_sharp: float = 2.5
     traffic: float = 1.0
@@ -97,6 +104,8 @@ class Software:
     hop_us: float = 50.0
     grouped_zero3: bool = True
     gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    softmax_group: int = 0
     reserve: float = 1.0
     step_ms: float = 10.0
 

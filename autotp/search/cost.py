@@ -29,6 +29,11 @@ Array = np.ndarray
 # write), and with dropout by its read, write and mask; backward likewise.
 _SOFTMAX, _SOFTMAX_BACK = 2.0, 3.0  # elements
 _DROPOUT, _DROPOUT_BACK = 2.5, 2.5
+_PLAIN_SOFTMAX = 4  # kernels more, where the fused softmax can't run: casts, scale, mask
+
+# Bytes moved per logit by a cross-entropy of one kernel an operation, in 32 bits: cast, maximum, subtract,
+# exp, sum and divide; backward, scale and cast.
+_LOSS, _LOSS_BACK = 38.0, 14.0
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,14 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     t = unit.traffic
     forward = forward + region_time(cluster, Shares(t.forward), s, t.kernels)
     backward = backward + region_time(cluster, Shares(t.backward), s, t.kernels)
-    kernels = len(unit.products) + t.kernels + len(unit.attentions) * (1 if s.fused else 4)
+    kernels: Array = np.full(
+        s.tp.shape, len(unit.products) + t.kernels + len(unit.attentions) * (1 if s.fused else 4)
+    )
+    group = cluster.software.softmax_group
+    if group and not s.fused:
+        for a in unit.attentions:
+            uneven = np.round(a.heads * share(s.tp, a.heads) * s.micro_batch) % group > 0
+            kernels = kernels + np.where(uneven, _PLAIN_SOFTMAX, 0)
     # Ranks that are launch-bound wait for the slowest of them at every collective.
     waiting = 1 + cluster.software.straggle * (s.tp / 8.0) ** 2 * (s.tp > 1)
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
@@ -207,7 +219,7 @@ def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, 
     local = workload.logits.local(s.tp, 1) * s.micro_batch / s.cp
     stream = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
     sent = collective(cluster.links[0], "reduce", s.tp, 4.0 * workload.seq * s.micro_batch / s.cp)
-    return local * 18.0 / stream + 3 * sent, local * 10.0 / stream
+    return local * _LOSS / stream + 3 * sent, local * _LOSS_BACK / stream
 
 
 def ring_time(cluster: Cluster, units: Iterable[Unit], s: Setting) -> Array:

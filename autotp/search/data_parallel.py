@@ -36,8 +36,8 @@ def data_parallel(
     def move(kind: str, width: float) -> np.ndarray:
         return spread(cluster, kind, ranks, tp, params * width)
 
-    whole = np.maximum(0.0, move("reduce", software.gradient_bytes) - software.dp_overlap * backward)
-    reduce, gather = move("scatter", software.gradient_bytes), move("gather", weight)
+    whole = np.maximum(0.0, move("reduce", software.reduce_bytes) - software.dp_overlap * backward)
+    reduce, gather = move("scatter", software.reduce_bytes), move("gather", weight)
     # ZeRO 2 keeps no whole gradients from one micro-batch to the next: it reduces after each.
     times = np.where(np.asarray(zero) == 2, microbatches, 1)
     hidden = times * np.minimum(reduce, backward) + np.minimum(gather, micro_step - backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,31 +36,26 @@ def generation(
     tp, one = np.ones(1) * c.tp, np.ones(1)
     ahead = Setting(tp, one * sequences, one * 0, one, c.dtype, True)
     token = decode_units(workload)
+    times = Counter(workload.order)  # layers of one kind cost the same
     prefill = sum(
-        _pass(cluster, unit, ahead, last=i == workload.order[-1], seq=workload.seq)[0]
-        for i, unit in _run(workload, workload.units)
+        n * _pass(cluster, workload.units[i], ahead, last=i == workload.order[-1], seq=workload.seq)[0]
+        for i, n in times.items()
     )
-    step, parts = (
-        0.0,
-        {"compute": 0.0, "cache": 0.0, "tensor-parallel communication": 0.0, "pipeline sends": 0.0},
-    )
-    for i, unit in _run(workload, token):
-        compute, reading, sent = decode(cluster, unit, ahead, workload)
+    parts = {"compute": 0.0, "cache": 0.0, "tensor-parallel communication": 0.0, "pipeline sends": 0.0}
+    parts["host"] = sequences * cluster.software.decode_sequence_us * 1e-6
+    for i, n in times.items():
+        compute, reading, sent = decode(cluster, token[i], ahead, workload)
         if i == workload.order[-1]:
             reading = 0.0
-        parts["compute"] += compute
-        parts["cache"] += reading
-        parts["tensor-parallel communication"] += sent
+        parts["compute"] += n * compute
+        parts["cache"] += n * reading
+        parts["tensor-parallel communication"] += n * sent
     if c.pp > 1:
         width = max(u.output for u in token) * ahead.width * sequences
         parts["pipeline sends"] = (c.pp - 1) * float(send(cluster, c.tp * c.dp, width))
     step = sum(parts.values())
     mem, kinds, fit = _memory(workload, cluster, c, sequences)
     return step, prefill, fit, mem, kinds, parts
-
-
-def _run(workload: Workload, units):
-    return [(i, units[i]) for i in workload.order]
 
 
 def decode_units(workload: Workload) -> list[Unit]:
@@ -118,7 +114,25 @@ def decode(cluster: Cluster, unit: Unit, s: Setting, workload: Workload) -> tupl
         unit, s.tp, s.micro_batch, float(workload.seq), s.dtype if BYTES[s.dtype] >= 2 else "fp8"
     )
     reading = cached / (cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream)
-    return float(compute[0]), float(reading[0]), float(messages_time(cluster, unit, s, "forward")[0])
+    sent = np.minimum(messages_time(cluster, unit, s, "forward"), _one_shot(cluster, unit, s))
+    return float(compute[0]), float(reading[0]), float(sent[0])
+
+
+def _one_shot(cluster: Cluster, unit: Unit, s: Setting) -> np.ndarray:
+    """Seconds of a unit's all-reduces, where each rank reads what it needs from the others' memory: all of it
+    at once, or (twice the start) its part of the sum and then the others' parts. Infinite without such links.
+    """
+    start = cluster.software.decode_reduce_us * 1e-6
+    others = [m for m in unit.messages if m.when == "forward" and m.kind != "reduce"]
+    if not start or others or float(s.tp[0]) > cluster.links[0].size:
+        return np.full(s.tp.shape, np.inf)
+    total = np.zeros(s.tp.shape)
+    for m in unit.messages:
+        if m.when == "forward":
+            each = m.elements * s.micro_batch * s.width / (cluster.links[0].bandwidth * 1e9)
+            once, twice = (s.tp - 1) * each, 2 * (s.tp - 1) / s.tp * each + start
+            total = total + start + np.minimum(once, twice)
+    return np.where(s.tp > 1, total, 0.0)
 
 
 def _token_product(cluster: Cluster, p: Product, s: Setting) -> np.ndarray:

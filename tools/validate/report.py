@@ -45,23 +45,25 @@ def outcomes(cases: Iterable[Case]) -> list[Outcome]:
 
 MOST_SEQUENCES = 2048  # that TensorRT-LLM runs at once
 PREFILLED = 8192  # prompt tokens that it runs at once
+OTHERS = 0.8  # of the others' prefills; 1 if requests came evenly, 0.5 if all came at once
 
 
 def served(case: Case) -> float:
-    """Seconds a token, or tokens/s, of a server in steady state: while `batch` sequences make a token each,
-    the share of new ones that a step brings in is prefilled."""
+    """Seconds a token, or tokens/s, of a server in steady state: while its sequences make a token each, the
+    share of new ones that a step brings in is prefilled. Of a sequence's own tokens, the prefills that delay
+    them are the others', and of these the part that does not fall into its own wait for the first token."""
     prompt, output = case.notes["prompt"], case.notes["output"]
     options = {k: v for k, v in case.options.items() if k != "batch"} | {"mode": "generate"}
-    batch = case.options.get("batch")
-    if batch is None:
-        fits = predict(case.workload, case.cluster, **options, batch=1).sequences
-        # Room is kept for the whole of every sequence, though on average half of the output is there.
-        batch = max(1, min(int(fits * case.workload.seq / (prompt.seq + output)), MOST_SEQUENCES))
+    fits = predict(case.workload, case.cluster, **options, batch=1).sequences
+    # Room is kept for the whole of every sequence, though on average half of the output is there.
+    room = max(1, int(fits * case.workload.seq / (prompt.seq + output)))
+    batch = min(case.options.get("batch") or MOST_SEQUENCES, room)
     together = max(1, PREFILLED // prompt.seq)
     token = predict(case.workload, case.cluster, **options, batch=batch).step_time
     prefill = (predict(prompt, case.cluster, **options, batch=together).prefill_time or 0.0) / together
-    step = token + batch / output * prefill
-    return step if case.what == "token" else batch / step
+    if case.what == "token":
+        return token + OTHERS * (batch - 1) / output * prefill
+    return batch / (token + batch / output * prefill)
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
