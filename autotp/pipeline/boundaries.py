@@ -1,4 +1,8 @@
-"""The places between units: what would cross a cut there, and what prevents one."""
+"""The places between units: what would cross a cut there, and what prevents one.
+
+What a stage receives stands in for the output of the unit that made it, from the call of that unit on. So
+what glue makes of it is made again on the stage that receives it, and is not sent.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import fx
 from ..captured import CapturedGraph
 from ..graph import describe, has_tensor
 from ..nested import map_nodes
-from .units import Unit
+from .units import Unit, draws, sources
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Dataflow:
     """
 
     def __init__(self, captured: CapturedGraph, units: Sequence[Unit], dependent: set[fx.Node]):
-        self.units, self.dependent = units, dependent
+        self.units, self.dependent, self.skeleton = units, dependent, captured.skeleton
         self.nodes = list(captured.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.ends = [unit.end for unit in units]
@@ -48,6 +52,9 @@ class Dataflow:
             if node in dependent:
                 self._pass(node)
             self._change(node)
+        for boundary in self.boundaries:
+            in_order = sorted(boundary.crossing, key=self.order.__getitem__)
+            boundary.crossing = {node: boundary.crossing[node] for node in in_order}
 
     def unit_of(self, node: fx.Node) -> int | None:
         """The index of the unit that `node` was recorded in."""
@@ -58,7 +65,7 @@ class Dataflow:
     def uses(self, node: fx.Node) -> list[fx.Node]:
         """What computes with its value: not what reads its sizes, and not the model's output, whose parts are
         sent from where they are."""
-        return [user for user in node.users if has_tensor(user)]
+        return [user for user in node.users if has_tensor(user) and node in sources(user)]
 
     def _between(self, first: int, last: int) -> Iterator[int]:
         """The boundaries behind the node at index `first` and before the one at `last`."""
@@ -70,19 +77,27 @@ class Dataflow:
     def _pass(self, node: fx.Node) -> None:
         """Take the value of a node that depends on units across the boundaries between it and its uses."""
         uses = self.uses(node)
-        unit = self.unit_of(node)
-        sent = unit is not None and node in self.outputs[unit]
         for i in self._between(self.order[node], max((self.order[user] for user in uses), default=-1)):
             after = [user for user in uses if self.order[user] >= self.ends[i]]
-            if sent:
-                self.boundaries[i].crossing[node] = after
-            elif self.boundaries[i].why is None:
-                what = "is not among its outputs" if unit is not None else "is no unit's output"
-                self.boundaries[
-                    i
-                ].why = (
-                    f"{_value(node)} is made before it, {what}, and is used after it by {describe(after[0])}"
-                )
+            self._need(node, i, after, set())
+
+    def _need(self, node: fx.Node, i: int, after: Sequence[fx.Node], seen: set[fx.Node]) -> None:
+        """Make a value known behind boundary i: sent as a unit's output, or made once more of what is."""
+        if node in seen or node not in self.dependent:
+            return
+        seen.add(node)
+        unit = self.unit_of(node)
+        if unit is not None and node in self.outputs[unit]:
+            uses = self.boundaries[i].crossing.setdefault(node, [])
+            uses += [use for use in after if use not in uses]
+        elif unit is None and not node.meta.get("mutates") and not draws(node, self.skeleton):
+            for source in sources(node):
+                self._need(source, i, after, seen)
+        elif self.boundaries[i].why is None:
+            what = "is not among its outputs" if unit is not None else "can't be made twice"
+            self.boundaries[i].why = (
+                f"{_value(node)} is made before it, {what}, and is used after it by {describe(after[0])}"
+            )
 
     def _change(self, node: fx.Node) -> None:
         """Keep a change in place together with what makes and uses the values it changes."""

@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..captured import CapturedGraph
 from ..graph import numel, tensors_of
 from ..nested import map_nodes
 
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
 # The counter of torch knows the fused attention of every device but the one that captures run on.
-_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
 
 
 def flops(captured: CapturedGraph) -> dict[fx.Node, float]:
@@ -43,7 +48,7 @@ def _products(node: fx.Node, skeleton: nn.Module) -> int:
         return 0
     target: Any = skeleton.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     args, kwargs = (map_nodes(given, lambda n: n.meta["val"]) for given in (node.args, node.kwargs))
-    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     try:
         with mode, torch.no_grad(), counter:
             target(*args, **kwargs)

@@ -4,8 +4,8 @@
     stages = cut(captured, 2, stages=["model.layers.9"])       # stated: the first unit of each next stage
 
 Every stage runs the model's whole Python; only the units of other stages give no values. So between two units
-a cut is possible where each value that is made before and used after it is either known to every stage
-(inputs, parameters, glue that depends on no unit), or an output of a unit, which is sent.
+a cut is possible where each value that is made before and used after it is known to every stage (inputs,
+parameters, glue that depends on no unit), or an output of a unit, which is sent, or made of these by glue.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ _RANDOM = {
     "rand_like", "randn_like", "randint_like", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "alpha_dropout", "feature_alpha_dropout", "rrelu",
 }  # fmt: skip
+_OF_A_FORM = {
+    "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
+}  # fmt: skip
+"""These read of their first operand its form alone, which every stage knows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def find_units(captured: CapturedGraph) -> tuple[list[Unit], set[fx.Node]]:
     numbers: dict[str, int] = defaultdict(int)
 
     def depends(node: fx.Node) -> bool:
-        return _draws(node, captured.skeleton) or any(n in dependent for n in node.all_input_nodes)
+        return draws(node, captured.skeleton) or any(source in dependent for source in sources(node))
 
     def note(inside: Iterable[fx.Node], all_of_it: bool) -> None:
         for node in inside:  # what is no tensor is a size: known wherever the tensor's shape is
@@ -92,7 +96,13 @@ def find_units(captured: CapturedGraph) -> tuple[list[Unit], set[fx.Node]]:
     return units, dependent
 
 
-def _draws(node: fx.Node, skeleton: nn.Module) -> bool:
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values it computes with."""
+    form = node.args[0] if node.args and getattr(node.target, "__name__", "") in _OF_A_FORM else None
+    return [source for source in node.all_input_nodes if source is not form and has_tensor(source)]
+
+
+def draws(node: fx.Node, skeleton: nn.Module) -> bool:
     """Whether it draws random numbers, in training if not now."""
     if node.op == "call_module":
         return isinstance(skeleton.get_submodule(str(node.target)), nn.modules.dropout._DropoutNd)
