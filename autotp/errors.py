@@ -35,6 +35,10 @@ class RankError(AutotpError):
     """Ranks disagree, or another rank failed."""
 
 
+class AbsentError(AutotpError):
+    """A value was needed on a pipeline stage that does not have it."""
+
+
 class VerifyError(AutotpError):
     """A plan did not reproduce the unsharded model."""
 

@@ -1,0 +1,217 @@
+"""How stages talk: tensors from one to another, in order, and the news that one has failed.
+
+A message's shape is known to both sides (the receiver has the Absent that stands for it), so one message
+carries one tensor. On the CPU a few numbers go before it, in the same message: which call of the model it
+belongs to, and whether it is a tensor at all or the news of a failure.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import Comm, ProcessComm, ThreadComm
+from ..errors import RankError
+
+PATIENCE = 300.0  # seconds a stage waits for another
+_TAG = 7920  # a caller's own messages in the group stay apart
+_DATA, _FAILED = 0, 1
+_HEAD = 32  # bytes: turn, kind, number of the message, bytes of the tensor
+
+
+class Channel(ABC):
+    """Messages between `size` ranks, of which this is `rank`.
+
+    A *turn* is one outermost call of the model; all ranks count them alike. patience: seconds to wait for a
+    message. Waiting ends with RankError where the other rank failed, died, or sent nothing for so long.
+    """
+
+    rank: int
+    size: int
+    patience: float = PATIENCE
+    turn: int = 0
+
+    def begin(self) -> None:
+        """A new turn."""
+        self.turn += 1
+        self._sent: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+
+    @abstractmethod
+    def send(self, x: Tensor, to: int) -> None:
+        """Send `x`; returns at once."""
+
+    @abstractmethod
+    def receive(self, like: Tensor, device: torch.device, source: int) -> Tensor:
+        """The next tensor of rank `source`, which has the shape and dtype of `like`."""
+
+    @abstractmethod
+    def fail(self, text: str) -> None:
+        """Tell the other ranks that this one has failed: their waiting for it ends with `text`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wait until all that was sent is on its way."""
+
+
+class ProcessChannel(Channel):
+    """Over a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
+
+    On GPUs messages carry nothing but the tensor: the news of a failure stays in the store, where a rank that
+    has waited too long finds it.
+    """
+
+    def __init__(self, comm: ProcessComm) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._pending: list[tuple[Any, Tensor]] = []
+        ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+        self._store = dist.PrefixStore(
+            f"autotp/stages/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store()
+        )
+        self.begin()
+
+    def send(self, x: Tensor, to: int) -> None:
+        if x.device.type == "cpu":
+            x = self._packed(_DATA, self._sent[to], x.detach().contiguous())
+        else:
+            x = x.detach().contiguous()
+        self._sent[to] += 1
+        self._post(x, to)
+
+    def _post(self, x: Tensor, to: int) -> None:
+        self._pending = [(work, held) for work, held in self._pending if not work.is_completed()]
+        self._pending.append((dist.isend(x, group=self.comm.group, group_dst=to, tag=_TAG), x))
+
+    def _packed(self, kind: int, number: int, x: Tensor) -> Tensor:
+        message = torch.empty(_HEAD + x.nbytes, dtype=torch.uint8)
+        message[:_HEAD].view(torch.int64).copy_(torch.tensor([self.turn, kind, number, x.nbytes]))
+        message[_HEAD:] = x.view(-1).view(torch.uint8)
+        return message
+
+    def receive(self, like: Tensor, device: torch.device, source: int) -> Tensor:
+        shape, dtype = tuple(like.shape), like.dtype
+        number = self._received[source]
+        self._received[source] += 1
+        if device.type != "cpu":
+            out = torch.empty(shape, dtype=dtype, device=device)
+            self._wait(out, source)
+            return out
+        nbytes = like.numel() * like.element_size()
+        message = torch.empty(_HEAD + nbytes, dtype=torch.uint8)
+        while True:
+            self._wait(message, source)
+            turn, kind, sent, size = message[:_HEAD].view(torch.int64).tolist()
+            if turn < self.turn:                 # of a call that this rank has given up
+                continue
+            if kind == _FAILED:
+                raise RankError(self._told(source, turn))
+            if (turn, sent, size) != (self.turn, number, nbytes):
+                raise RankError(
+                    f"stages out of step: pp rank {self.rank} expects message {number} of call {self.turn}, "
+                    f"{nbytes} bytes, from pp rank {source}, and got message {sent} of call {turn}, {size} "
+                    "bytes. Every rank must make the same calls with the same inputs."
+                )
+            return message[_HEAD:].view(dtype).view(shape)
+
+    def _wait(self, out: Tensor, source: int) -> None:
+        try:
+            work = dist.irecv(out, group=self.comm.group, group_src=source, tag=_TAG)
+            assert work is not None              # None is for ranks outside of the group
+            work.wait(timedelta(seconds=self.patience))
+        except RuntimeError as error:            # no time left, or the other side is gone
+            raise RankError(
+                self._told(source, self.turn)
+                or f"pp rank {source} sent nothing to pp rank {self.rank} within {self.patience:g} s, or is "
+                f"gone: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _told(self, source: int, turn: int) -> str:
+        """What a rank said of its failure; "" where it said nothing."""
+        for rank in (source, *range(self.size)):
+            key = f"{turn}/{rank}"
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return ""
+
+    def fail(self, text: str) -> None:
+        try:
+            self._store.set(f"{self.turn}/{self.rank}", text)
+            news = self._packed(_FAILED, 0, torch.empty(0, dtype=torch.uint8))
+            if "gloo" in str(dist.get_backend_config(self.comm.group)):
+                for peer in range(self.size):
+                    if peer != self.rank:
+                        self._post(news, peer)
+        except RuntimeError:                     # whoever is gone needs no news
+            pass
+
+    def end(self) -> None:
+        pending, self._pending = self._pending, []
+        for work, _ in pending:
+            try:
+                work.wait(timedelta(seconds=self.patience))
+            except RuntimeError as error:
+                raise RankError(
+                    self._told(self.rank, self.turn)
+                    or f"a message of pp rank {self.rank} was not taken: {str(error).splitlines()[0]}"
+                ) from error
+
+
+class ThreadChannel(Channel):
+    """Between the threads of `comm.simulate`."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        boxes: list[dict[tuple[int, int], queue.Queue]] = comm.exchange({})
+        self._boxes, self._lock = boxes[0], threading.Lock()
+        self.begin()
+
+    def _box(self, source: int, to: int) -> queue.Queue:
+        return self._boxes.setdefault((source, to), queue.Queue())   # atomic
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._box(self.rank, to).put((self.turn, x.detach().clone()))
+
+    def receive(self, like: Tensor, device: torch.device, source: int) -> Tensor:
+        box = self._box(source, self.rank)
+        for _ in range(int(self.patience * 20)):
+            self.comm.check()
+            try:
+                turn, got = box.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            if turn < self.turn:
+                continue
+            if isinstance(got, str):
+                raise RankError(got)
+            if (tuple(got.shape), got.dtype) != (tuple(like.shape), like.dtype):
+                raise RankError(f"pp rank {self.rank} expects {list(like.shape)} {like.dtype} from pp rank "
+                                f"{source} and got {list(got.shape)} {got.dtype}")
+            return got
+        raise RankError(f"pp rank {source} sent nothing to pp rank {self.rank} within {self.patience:g} s")
+
+    def fail(self, text: str) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._box(self.rank, peer).put((self.turn, text))
+
+    def end(self) -> None:
+        pass
+
+
+def channel(comm: Comm) -> Channel:
+    """The channel between the ranks of a communicator."""
+    if isinstance(comm, ThreadComm):
+        return ThreadChannel(comm)
+    assert isinstance(comm, ProcessComm), comm
+    return ProcessChannel(comm)
+
+
+__all__ = ["Channel", "ProcessChannel", "ThreadChannel", "channel"]

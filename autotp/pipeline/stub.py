@@ -1,0 +1,137 @@
+"""A unit of another stage: it takes and gives what the unit does, and computes nothing.
+
+The unit's own forward runs on meta tensors. So the shapes are right for any model, and a cache that it
+updates grows by entries without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import AbsentError, AutotpError
+from ..nested import map_parts, map_tensors
+from .absent import READS, Absent, Origin, absent, on_meta
+
+
+class Hollow(TorchFunctionMode):
+    """Operations inside of a stub: what meets a meta tensor becomes one.
+
+    Small integers that the rank knows stay real, even where the model moves them to the device of what it
+    does not know (a static cache's length is moved to the device of the keys): code outside reads them.
+    reads: whether a value was read, so that the outcome may depend on values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name == "__get__":
+                return func(*args)
+            meta, real = _kinds((*args, *given.values()))
+            if not real:
+                return func(*args, **given)
+            if meta:
+                return _converted(func, name, args, given)
+            self.reads = self.reads or name in READS
+            if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
+                if any(_is_meta_device(a) for a in (*args[1:], *given.values())):
+                    return args[0]
+            return func(*args, **given)
+
+
+def _kinds(values: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether there are meta tensors in the arguments of a call, and real ones."""
+    meta = real = False
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                meta = True
+            else:
+                real = True
+        elif isinstance(value, (list, tuple)):
+            inner = _kinds(value)
+            meta, real = meta or inner[0], real or inner[1]
+    return meta, real
+
+
+def _is_meta_device(value: Any) -> bool:
+    return isinstance(value, (torch.device, str)) and str(value) == "meta"
+
+
+def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call that mixes meta tensors and real ones on meta tensors."""
+    made: list[tuple[Tensor, int]] = []
+
+    def hollow(value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.is_meta:
+            meta = on_meta(value)
+            made.append((meta, meta._version))
+            return meta
+        return map_parts(value, hollow) if isinstance(value, (list, tuple)) else value
+
+    result = func(*map(hollow, args), **{k: hollow(v) for k, v in kwargs.items()})
+    if any(meta._version != version for meta, version in made):
+        raise AbsentError(f"{name} would write a missing value into a tensor that this rank has the values of")
+    return result
+
+
+class Stub:
+    """The forward of a unit that this rank does not own. path: of its module. forward: the unit's own."""
+
+    def __init__(self, path: str, forward: Callable[..., Any]) -> None:
+        self.path, self.forward = path, forward
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """The unit's output, with Absents for tensors; arguments that it gives on are given on.
+
+        Raises AbsentError where the unit can't run without values, or changes an argument that this rank has
+        in place.
+        """
+        arguments: dict[int, Tensor] = {}        # by id of what the forward sees
+        changed: list[tuple[Tensor, int]] = []
+
+        def hollow(tensor: Tensor) -> Tensor:
+            seen = tensor
+            # Integers stay: a unit may read them as it does on its own stage.
+            if not isinstance(tensor, Absent) and (tensor.is_floating_point() or tensor.is_complex()):
+                seen = on_meta(tensor)
+                changed.append((seen, seen._version))
+            arguments[id(seen)] = tensor
+            return seen
+
+        def wrap(tensor: Tensor) -> Tensor:
+            if id(tensor) in arguments:
+                return arguments[id(tensor)]
+            return absent(tensor, origin) if tensor.is_meta else tensor
+
+        args, kwargs = map_tensors(args, hollow), map_tensors(kwargs, hollow)
+        try:
+            with torch.no_grad(), Hollow():
+                result = self.forward(*args, **kwargs)
+        except AutotpError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error).lower():
+                raise
+            raise AbsentError(
+                f"{self.path} runs on stage {origin.stage}; the shapes of its output can't be found here, "
+                f"since it looks at values: {error}. Cut the model so that fewer ranks need them, or use "
+                "another implementation of this module (for experts: one without loops over them)."
+            ).at(self.path) from error
+        if any(seen._version != version for seen, version in changed):
+            raise AbsentError(
+                f"{self.path} runs on stage {origin.stage} and changes an argument in place: here it would "
+                "keep its old value. Cut the model elsewhere (`stages=`), or let the module give a new tensor."
+            ).at(self.path)
+        return map_tensors(result, wrap)
