@@ -298,6 +298,10 @@ class ThreadComm(Comm):
     def exchange(self, obj: T) -> list[T]:
         return list(self._meeting.meet(self.rank, "exchange", obj, list))
 
+    def check(self) -> None:
+        """End this rank, too, where another one has failed."""
+        self._meeting._stop_if_failed()
+
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         _refuse_grad(x)
         what = f"broadcast({list(x.shape)}, {x.dtype}, from {src})"

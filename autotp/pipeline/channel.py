@@ -7,8 +7,8 @@ belongs to, and whether it is a tensor at all or the news of a failure.
 
 from __future__ import annotations
 
+import pickle
 import queue
-import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from datetime import timedelta
@@ -36,6 +36,7 @@ class Channel(ABC):
 
     rank: int
     size: int
+    device: torch.device  # where an exchange's bytes lie: one that the backend can send from
     patience: float = PATIENCE
     turn: int = 0
 
@@ -61,6 +62,20 @@ class Channel(ABC):
     def end(self) -> None:
         """Wait until all that was sent is on its way."""
 
+    def exchange(self, obj: Any) -> list[Any]:
+        """Every rank's (picklable) object, in rank order."""
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([len(data)], device=self.device)
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for peer in peers:
+            self.send(size, peer)
+            self.send(data, peer)
+        found = {self.rank: obj}
+        for peer in peers:
+            theirs = torch.empty(int(self.receive(size, self.device, peer)), dtype=torch.uint8)
+            found[peer] = pickle.loads(self.receive(theirs, self.device, peer).cpu().numpy().tobytes())
+        return [found[rank] for rank in range(self.size)]
+
 
 class ProcessChannel(Channel):
     """Over a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
@@ -72,6 +87,9 @@ class ProcessChannel(Channel):
     def __init__(self, comm: ProcessComm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._pending: list[tuple[Any, Tensor]] = []
+        self._news: list[tuple[Any, Tensor]] = []     # kept: a message that is dropped is not sent
+        gloo = "gloo" in str(dist.get_backend_config(comm.group))
+        self.device = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
         ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
         self._store = dist.PrefixStore(
             f"autotp/stages/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store()
@@ -84,10 +102,6 @@ class ProcessChannel(Channel):
         else:
             x = x.detach().contiguous()
         self._sent[to] += 1
-        self._post(x, to)
-
-    def _post(self, x: Tensor, to: int) -> None:
-        self._pending = [(work, held) for work, held in self._pending if not work.is_completed()]
         self._pending.append((dist.isend(x, group=self.comm.group, group_dst=to, tag=_TAG), x))
 
     def _packed(self, kind: int, number: int, x: Tensor) -> Tensor:
@@ -145,10 +159,9 @@ class ProcessChannel(Channel):
         try:
             self._store.set(f"{self.turn}/{self.rank}", text)
             news = self._packed(_FAILED, 0, torch.empty(0, dtype=torch.uint8))
-            if "gloo" in str(dist.get_backend_config(self.comm.group)):
-                for peer in range(self.size):
-                    if peer != self.rank:
-                        self._post(news, peer)
+            for peer in range(self.size):
+                if peer != self.rank and self.device.type == "cpu":
+                    self._news.append((dist.isend(news, group=self.comm.group, group_dst=peer, tag=_TAG), news))
         except RuntimeError:                     # whoever is gone needs no news
             pass
 
@@ -170,7 +183,7 @@ class ThreadChannel(Channel):
     def __init__(self, comm: ThreadComm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         boxes: list[dict[tuple[int, int], queue.Queue]] = comm.exchange({})
-        self._boxes, self._lock = boxes[0], threading.Lock()
+        self._boxes, self.device = boxes[0], torch.device("cpu")
         self.begin()
 
     def _box(self, source: int, to: int) -> queue.Queue:
