@@ -47,6 +47,10 @@ class LaunchError(AutotpError):
     """The processes were not started as asked: no torchrun, or a world size that tp does not divide."""
 
 
+class TrainError(AutotpError):
+    """A batch, loss or schedule that `train_step` can't make a training step of."""
+
+
 class LayoutError(AutotpError):
     """A layout does not describe the tensor it is used on."""
 

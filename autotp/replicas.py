@@ -20,6 +20,7 @@ from .comm import Comm
 from .errors import AutotpError
 from .gradients import MarkGrad, plain
 from .nested import map_tensors
+from .pipeline.absent import is_missing
 
 FIRST_BUCKET = 2**20  # bytes; small, so that sending begins early
 BUCKET = 25 * 2**20
@@ -177,7 +178,7 @@ class Replica:
         """Watch the parameters that are trained now: some may be new, frozen, copied or replaced."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        params = [p for p in model.parameters() if p.requires_grad]
+        params = [p for p in model.parameters() if p.requires_grad and not is_missing(p)]
         if any(isinstance(p, FakeTensor) for p in params):
             return
         old = self.averager
@@ -203,6 +204,18 @@ class Replica:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
         return Replica(self.comm, None, self.active)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that wait to be averaged."""
+        held = self.averager
+        return held is not None and any(p.grad is not None and id(p) in held.seen for p in held.params)
+
+    def average(self, params: list[nn.Parameter]) -> None:
+        """Average the gradients that are there now; `params`: those that have one."""
+        if self.averager is not None:
+            self.averager.seen.update(id(p) for p in params)
+            self.averager.finish()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -88,7 +88,7 @@ def absent_like(tensor: Tensor, origin: Origin) -> Absent:
     made = absent(on_meta(tensor), origin, tensor.requires_grad)
     vars(made).update(vars(tensor))
     if isinstance(tensor, torch.nn.Parameter):
-        made._is_param = True  # type: ignore[attr-defined]  # what isinstance(_, nn.Parameter) asks
+        made._is_param = True  # what isinstance(_, nn.Parameter) asks
     return made
 
 
@@ -104,8 +104,8 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 READS = frozenset(
-    "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ item tolist numpy equal allclose "
-    "is_nonzero nonzero nonzero_static argwhere unique unique_consecutive masked_select histc bincount "
+    "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ item tolist numpy equal "
+    "allclose is_nonzero nonzero nonzero_static argwhere unique unique_consecutive masked_select histc bincount "
     "__dlpack__ data_ptr".split()
 )
 """Functions that give values, or shapes that depend on values."""
@@ -169,7 +169,7 @@ def _on_meta(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
             raise
         for _, meta, version in known:
             if meta._version != version:
-                raise _unknown(origin, f"{name} would write it into a tensor that this rank has the values of")
+                raise _unknown(origin, f"{name} would write it into a tensor whose values this rank has")
         return _wrapped(result, origin)
 
 

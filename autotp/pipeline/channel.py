@@ -155,13 +155,18 @@ class ProcessChannel(Channel):
                 return self._store.get(key).decode()
         return ""
 
+    def said(self) -> str:
+        """What a rank said of its failure in this turn; "" where none did."""
+        return self._told(self.rank, self.turn)
+
     def fail(self, text: str) -> None:
         try:
             self._store.set(f"{self.turn}/{self.rank}", text)
             news = self._packed(_FAILED, 0, torch.empty(0, dtype=torch.uint8))
             for peer in range(self.size):
                 if peer != self.rank and self.device.type == "cpu":
-                    self._news.append((dist.isend(news, group=self.comm.group, group_dst=peer, tag=_TAG), news))
+                    work = dist.isend(news, group=self.comm.group, group_dst=peer, tag=_TAG)
+                    self._news.append((work, news))
         except RuntimeError:                     # whoever is gone needs no news
             pass
 

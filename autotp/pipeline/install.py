@@ -61,7 +61,7 @@ def _drop_values(model: nn.Module, pipeline: Pipeline) -> None:
                          *model.named_buffers(remove_duplicate=False)):  # fmt: skip
         names.setdefault(id(tensor), []).append(name)
     absents: dict[int, Absent] = {}
-    for path, module in model.named_modules():
+    for module in model.modules():
         gone = []
         for own, tensor in tensors_of(module):
             mine = names[id(tensor)]

@@ -4,8 +4,8 @@ Units of other stages are stubs (`stub.py`). The value that crosses a cut is rec
 that made it, which gives it on in place of an `Absent`: code after it has the values, code before it has not.
 
 *Inference* and generation: any module may be called, also a part (an encoder): the outermost call is the
-*entry*. What a stage makes for later ones is sent as soon as it is there. When the entry returns, every tensor
-of its output goes to the ranks that lack it.
+*entry*. What a stage makes for later ones is sent as soon as it is there. When the entry returns, every
+tensor of its output goes to the ranks that lack it.
 
 *Training* runs one stage at a time on one micro-batch, with what it receives given beforehand:
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..errors import AbsentError, AutotpError, RankError
 from ..nested import map_tensors
-from .absent import Absent, Home, Origin
+from .absent import Absent, Home, Origin, is_missing
 from .channel import Channel
 from .stages import Stages
 from .stub import Stub
@@ -40,11 +40,13 @@ Key = tuple[str, int, int]  # a unit call's path and number, and which tensor of
 @dataclass
 class Run:
     """One run of the model's Python. calls: unit calls so far, as (path, number). values: by key, the
-    crossing values that are here. stage: in training, the one that runs. what: for errors (a micro-batch)."""
+    crossing values that are here. stage: in training, the one that runs. what: for errors (a micro-batch).
+    shapes: no unit is run, only shapes are found."""
 
     stage: int | None = None
     values: dict[Key, Tensor] = field(default_factory=dict)
     what: str = ""
+    shapes: bool = False
     calls: list[tuple[str, int]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -129,13 +131,17 @@ class Pipeline:
             raise Left
         run.counts[unit.path] += 1
         run.calls.append(call)
-        if stage in self.mine if run.stage is None else stage == run.stage:
+        if run.shapes:
+            result = unit.stub.run(args, kwargs, self.origin(unit.path, stage))
+        elif stage in self.mine if run.stage is None else stage == run.stage:
             self._refuse_missing(unit.path, stage, (args, kwargs))
             result = unit.forward(*args, **kwargs)
         else:
             result = unit.stub.run(args, kwargs, self.origin(unit.path, stage))
         if call in self._crossing:
             result = self._cross(run, call, result)
+        if run.shapes and self._last.get(call) == self.stages.count - 2:
+            raise Left
         if run.stage is not None and self._last.get(call) == run.stage < self.stages.count - 1:
             raise Left
         return result
@@ -156,11 +162,11 @@ class Pipeline:
     def _refuse_missing(self, path: str, stage: int, arguments: Any) -> None:
         for tensor in _tensors(arguments):
             if isinstance(tensor, Absent) or tensor.is_meta:
-                made = f"It was {tensor.origin}." if isinstance(tensor, Absent) else "It is on the meta device."
+                made = f"It was {tensor.origin}." if isinstance(tensor, Absent) else "It is on meta."
                 raise AbsentError(
                     f"{path}, on stage {stage}, is given a tensor of shape {list(tensor.shape)} that is not "
-                    f"here. {made} The model took another way than the captured one: give example_inputs like "
-                    "the real ones, or cut it elsewhere (`stages=`)."
+                    f"here. {made} The model took another way than the captured one: give example_inputs "
+                    "like the real ones, or cut it elsewhere (`stages=`)."
                 ).at(path)
 
     def _cross(self, run: Run, call: tuple[str, int], result: Any) -> Any:
@@ -168,7 +174,7 @@ class Pipeline:
         leaves: list[Tensor] = []
         map_tensors(result, lambda t: leaves.append(t) or t)  # type: ignore[func-returns-value]
         new = dict(enumerate(leaves))
-        if run.stage is None:
+        if run.stage is None and not run.shapes:
             for hop in self._hops.get(call, ()):
                 assert self.channel is not None
                 if hop.source is not None:
@@ -178,7 +184,7 @@ class Pipeline:
         for leaf, key in self._crossing[call]:
             if key in run.values:
                 new[leaf] = run.values[key]
-            elif not isinstance(new[leaf], Absent):
+            elif run.shapes or not isinstance(new[leaf], Absent):
                 run.values[key] = new[leaf]
         if all(new[i] is leaf for i, leaf in enumerate(leaves)):
             return result
@@ -216,6 +222,23 @@ class Pipeline:
             self.run = None
         return result
 
+    def shapes(self, model: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[Key, Tensor]:
+        """By key, tensors with the shapes and dtypes that cross on these arguments; nothing is computed.
+
+        Every unit runs as a stub, and the run ends with the last call before the last cut."""
+        self.run = run = Run(shapes=True)
+        buffers = [(b, b.clone()) for b in model.buffers() if not is_missing(b)]  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                model(**kwargs)
+        except Left:
+            pass
+        finally:
+            self.run = None
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        return run.values
+
     def _where(self, run: Run) -> str:
         """This rank, its stage, and how far it came."""
         stages = str(run.stage) if run.stage is not None else ", ".join(map(str, self.mine))
@@ -227,8 +250,8 @@ class Pipeline:
         """The outermost call of a module of the model."""
         if torch.is_grad_enabled() and self.trains:
             raise AutotpError(
-                f"this model is split into {self.stages.count} pipeline stages: gradients can't flow through one call "
-                "of it. Train with autotp.train_step(model, batch, microbatches=…); for inference, call it "
+                f"this model is split into {self.stages.count} pipeline stages: gradients can't flow through "
+                "one call of it. Train with autotp.train_step(model, batch, microbatches=…); for inference, call it "
                 "under torch.no_grad()."
             )
         if self.channel is None:
@@ -259,8 +282,8 @@ class Pipeline:
             self._agreed[known] = lacks, self._who_sends(known, self.channel.exchange((known, lacks)))
         expected, sends = self._agreed[known]
         if lacks != expected:
-            raise RankError(f"{self.place}: the output of {path or 'the model'} has other tensors on this rank "
-                            "than in an earlier call that ran the same units.")
+            raise RankError(f"{self.place}: the output of {path or 'the model'} has other tensors on this "
+                            "rank than in an earlier call that ran the same units.")
         if not sends:
             return result
         for leaf, source, to in sends:
@@ -279,8 +302,8 @@ class Pipeline:
         for rank, (theirs, _) in enumerate(told):
             if theirs != known:
                 raise RankError(
-                    f"pp ranks {self.rank} and {rank} ran different calls: {_first_difference(known, theirs)}. "
-                    "Every rank must make the same calls with the same inputs."
+                    f"pp ranks {self.rank} and {rank} ran different calls: "
+                    f"{_first_difference(known, theirs)}. Every rank must make the same calls with the same inputs."
                 )
         found = []
         for leaf in range(known[2]):
@@ -324,7 +347,8 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.pipeline.run is None:
-            return self.pipeline.enter(self.path, lambda *a, **k: self.pipeline.call(self, a, k), args, kwargs)
+            run = self.pipeline
+            return run.enter(self.path, lambda *a, **k: run.call(self, a, k), args, kwargs)
         return self.pipeline.call(self, args, kwargs)
 
 

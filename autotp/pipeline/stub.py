@@ -82,7 +82,7 @@ def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
     result = func(*map(hollow, args), **{k: hollow(v) for k, v in kwargs.items()})
     if any(meta._version != version for meta, version in made):
-        raise AbsentError(f"{name} would write a missing value into a tensor that this rank has the values of")
+        raise AbsentError(f"{name} would write a missing value into a tensor whose values this rank has")
     return result
 
 
@@ -132,6 +132,6 @@ class Stub:
         if any(seen._version != version for seen, version in changed):
             raise AbsentError(
                 f"{self.path} runs on stage {origin.stage} and changes an argument in place: here it would "
-                "keep its old value. Cut the model elsewhere (`stages=`), or let the module give a new tensor."
+                "keep its old value. Cut the model elsewhere (`stages=`), or let the module give a new one."
             ).at(self.path)
         return map_tensors(result, wrap)
