@@ -105,8 +105,8 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 READS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ item tolist numpy equal "
-    "allclose is_nonzero nonzero nonzero_static argwhere unique unique_consecutive masked_select histc bincount "
-    "__dlpack__ data_ptr".split()
+    "allclose is_nonzero nonzero nonzero_static argwhere unique unique_consecutive masked_select histc "
+    "bincount __dlpack__ data_ptr".split()
 )
 """Functions that give values, or shapes that depend on values."""
 

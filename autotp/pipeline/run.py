@@ -251,8 +251,8 @@ class Pipeline:
         if torch.is_grad_enabled() and self.trains:
             raise AutotpError(
                 f"this model is split into {self.stages.count} pipeline stages: gradients can't flow through "
-                "one call of it. Train with autotp.train_step(model, batch, microbatches=…); for inference, call it "
-                "under torch.no_grad()."
+                "one call of it. Train with autotp.train_step(model, batch, microbatches=…); for inference, "
+                "call it under torch.no_grad()."
             )
         if self.channel is None:
             raise AutotpError(f"{self.place} has nobody to talk to")
@@ -303,7 +303,8 @@ class Pipeline:
             if theirs != known:
                 raise RankError(
                     f"pp ranks {self.rank} and {rank} ran different calls: "
-                    f"{_first_difference(known, theirs)}. Every rank must make the same calls with the same inputs."
+                    f"{_first_difference(known, theirs)}. Every rank must make the same calls with the same "
+                    "inputs."
                 )
         found = []
         for leaf in range(known[2]):
