@@ -14,7 +14,7 @@ from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .mesh import Mesh, attach
 from .pipeline.units import find_units
 from .plan import Plan
-from .planner import plan_and_analysis, warn_replicated
+from .planner import plan_and_analysis, warn_replicated, warn_unexamined
 from .rewrite import rewrite
 from .same import SameBatch, same_weights
 from .save import install_save
@@ -82,6 +82,7 @@ def parallelize(
             raise PlanError(_nothing_split(decided))
         if ranks.size > 1 and (mesh.world.rank == 0 or strict):
             warn_replicated(decided, strict)
+            warn_unexamined(decided)
         outcome = _for_comparison(decided)
     except Exception as error:  # of any kind: the other ranks must hear of it
         outcome = error

@@ -161,12 +161,40 @@ def _called_at(code: CodeType, lasti: int) -> CodeType | None:
     return compile(ast.fix_missing_locations(ast.Expression(function)), code.co_filename, "eval")
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """`left op right`, asked by the model's code: a branch may hang on it. `op`: a key of `COMPARISONS`."""
+
+    op: str
+    left: Expr
+    right: Expr
+
+
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+
+
 class EscapeLog:
-    """Where the bare values of tracked numbers were read, as places in the model's own code."""
+    """Where the bare values of tracked numbers were read, as places in the model's own code; and what they
+    were compared with."""
 
     def __init__(self) -> None:
         self.frames: dict[Attr | Dim, list[Frame]] = {}
+        self.comparisons: dict[Comparison, Frame] = {}
         self._seen: set[tuple[Attr | Dim, CodeType, int]] = set()
+
+    def compared(self, comparison: Comparison, depth: int) -> None:
+        """Log a comparison made by the code `depth` calls above this one."""
+        frame = sys._getframe(depth)
+        if comparison not in self.comparisons and not is_internal(frame.f_code):
+            at = Frame(frame.f_code, frame.f_lasti, frame.f_lineno)
+            self.comparisons[comparison] = at
 
     def note(self, expr: Expr, depth: int) -> None:
         """Log that `expr` was read by the code `depth` calls above this one; library code is not the
@@ -283,8 +311,13 @@ def _arithmetic(
 
 def _escaping(base: type, name: str) -> Callable[..., Any]:
     read = getattr(base, name)
+    op = "ne" if name == "__bool__" else name.strip("_")  # `if n:` asks whether it is 0
 
     def method(self: Any, *others: Any) -> Any:
+        if op in COMPARISONS and self.log is not None:
+            other = others[0] if others else 0
+            if isinstance(other, (int, float)):
+                self.log.compared(Comparison(op, self.expr, expr_of(other)), depth=2)
         for number in (self, *others):
             if isinstance(number, (TrackedInt, TrackedFloat)) and number.log is not None:
                 number.log.note(number.expr, depth=2)

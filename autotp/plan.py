@@ -153,6 +153,7 @@ class Plan:
     arguments: tuple[LocalArgument, ...]
     kept: Mapping[str, str]  # replicated weights: why
     notes: tuple[str, ...] = ()
+    unexamined: tuple[str, ...] = ()  # ways through the model's code that could not be recorded, and why
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
     observed: tuple[
         Collective, ...
@@ -244,6 +245,7 @@ class Plan:
             ],
             "replicated": dict(self.kept),
             "notes": list(self.notes),
+            "unexamined": list(self.unexamined),
         }
 
     def to_tp_plan(self) -> dict[str, str]:
@@ -282,6 +284,7 @@ class Plan:
         lines += [f"  {i.module}.{i.name}: {i.value} -> {_ranks(i.local)}" for i in self.ints]
         lines += [f"  {a.where}: {a.value} -> {_ranks(a.local)}" for a in self.arguments]
         lines += [f"  replicated {name}: {why}" for name, why in self.kept.items()]
+        lines += [f"  not examined {way}" for way in self.unexamined]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 

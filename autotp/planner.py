@@ -9,6 +9,7 @@ and a reason for each that is not.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +37,10 @@ from .plan import Plan
 from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .realise import Realised, realise
-from .recapture import check_plan, hollow, training_ways
+from .recapture import check_plan, hollow
 from .solve import Solution, solve
 from .tp_plan import in_styles
+from .ways import allowed_by, disagreement, other_ways
 
 
 @dataclass
@@ -253,8 +255,11 @@ def plan_and_analysis(
         if not check or tp == 1:
             return _in_styles(result, found, model), found
         try:
-            check_plan(quiet, result, found)
-            _check_training(model, quiet, tp, result, found, hooked)
+            checked = check_plan(quiet, result, found)
+            unseen = _check_ways(model, quiet, result, found, hooked)
+            if checked.unseen is not None:
+                unseen.append(f"decoding with a cache: {checked.unseen}")
+            result = replace(result, unexamined=tuple(_alike_everywhere(line) for line in unseen))
             return _in_styles(result, found, model), found
         except AutotpError as doubt:
             axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
@@ -282,23 +287,26 @@ def _in_styles(result: Plan, found: Analysis, model: nn.Module) -> Plan:
     return replace(result, styles=said)
 
 
-def _check_training(
-    model: nn.Module, quiet: nn.Module, tp: int, result: Plan, found: Analysis, hooked: Hooked
-) -> None:
-    """Where training computes something else, the plan made for it must be this plan; else PlanError."""
-    ways = training_ways(quiet, result, found)
-    if not ways:
-        return
-    try:
-        again = capture(quiet.train(), **found.captured.inputs)
-        index = GraphIndex(again, propagate(again))
-        policy = Policy().bind(index, tp)
-        other = to_plan(model, decide(index, tp, policy, {}, hooked, bool(found.experts)), tp)
-    finally:
-        quiet.eval()
-    if other.essence() != result.essence():
-        where, what = next(iter(ways.items()))
-        raise PlanError(f"{what}, and a plan for that would be another").at(where)
+def _check_ways(
+    model: nn.Module, quiet: nn.Module, result: Plan, found: Analysis, hooked: Hooked
+) -> list[str]:
+    """Where training or other sizes take another way, the plan made of that must be this plan; else
+    PlanError. Returns the ways that could not be examined."""
+    ways = other_ways(quiet, result, found)
+    for way in ways.differing:
+        where, what = next(iter(way.differs.items()))
+        told = f"{where or 'the model'}: {way.when} {what}"
+        try:
+            refused = allowed_by(result, way.index)
+            unbound = Policy().bind(way.index, result.tp)
+            decided = decide(way.index, result.tp, unbound, refused, hooked, bool(found.experts))
+            other = to_plan(model, decided, result.tp)
+            wrong = disagreement(result, other, way.index.captured)
+        except AutotpError as error:
+            raise PlanError(f"{told}, and no plan for that is found: {error}").at(where) from error
+        if wrong is not None:
+            raise PlanError(f"{told}, and a plan for that would be another: {wrong}").at(where)
+    return ways.unseen
 
 
 def _analyse_masked(
@@ -320,6 +328,11 @@ def _analyse_masked(
     return analyse(model, tp, inputs, policy, hooked)
 
 
+def _alike_everywhere(text: str) -> str:
+    """Without addresses of objects, which differ from rank to rank."""
+    return re.sub(r"0x[0-9a-fA-F]+", "0x…", text)
+
+
 def _with_gradient(value: Any) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
     return value.detach().requires_grad_() if floating else value
@@ -328,6 +341,17 @@ def _with_gradient(value: Any) -> Any:
 def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:
     """The example inputs as keyword arguments; made from the model where none are given."""
     return make_inputs(model) if given is None else bind_inputs(model, given)
+
+
+def warn_unexamined(result: Plan) -> None:
+    """Say which ways through the model's code nobody has looked at."""
+    if result.unexamined:
+        lines = "\n".join(f"  {way}" for way in result.unexamined)
+        warnings.warn(
+            f"What {result.model} does in some cases is not examined, and may be wrong when it is split "
+            f"(keep the modules whole that do something else then):\n{lines}",
+            stacklevel=3,
+        )
 
 
 def warn_replicated(result: Plan, strict: bool) -> None:
@@ -344,4 +368,12 @@ def warn_replicated(result: Plan, strict: bool) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-__all__ = ["Analysis", "analyse", "plan", "plan_and_analysis", "to_plan", "warn_replicated"]
+__all__ = [
+    "Analysis",
+    "analyse",
+    "plan",
+    "plan_and_analysis",
+    "to_plan",
+    "warn_replicated",
+    "warn_unexamined",
+]

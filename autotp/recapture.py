@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,14 +45,23 @@ def hollow(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGraph]:
-    """Put the plan on hollow copies, one for each kind of rank, and capture these. Gives the captures.
+@dataclass
+class Checked:
+    """captures: of the rewritten model, one for each kind of rank. unseen: why decoding was not examined."""
+
+    captures: list[CapturedGraph]
+    unseen: str | None
+
+
+def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
+    """Put the plan on hollow copies, one for each kind of rank, and capture these.
 
     Raises PlanError or CaptureError, whose `module` says where, if values have other shapes than planned, an
     arrow does not run, or decoding takes a way through the model's code that the plan does not know.
     """
-    captures = []
-    repeated = _alike(plan, found)
+    captures: list[CapturedGraph] = []
+    unseen = None
+    repeated = alike(plan, found)
     seen: set[tuple[int, ...]] = set()
     for rank in range(plan.tp):
         sizes = tuple(split.size(rank) for split in found.choice.splits.values())
@@ -61,14 +71,16 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> list[CapturedGr
         local = hollow(model)
         rewrite(local, plan, ShapeComm(rank, plan.tp))
         for call in repeated:
-            _Standin(call.output).take_over(local.get_submodule(call.path))
+            layer = local.get_submodule(call.path)
+            Standin(call.output).take_over(layer)
+            layer._modules = {}  # so that recording does not grow with the depth
         again = capture(local, **found.captured.inputs)
         compare(found, again, rank)
         compare_arrows(found, again, {call.path for call in repeated})
         captures.append(again)
         if len(captures) == 1 and _decodes(model):
-            check_decoding(model, local, found, repeated)
-    return captures
+            unseen = check_decoding(model, local, found, repeated)
+    return Checked(captures, unseen)
 
 
 def _decodes(model: nn.Module) -> bool:
@@ -76,72 +88,42 @@ def _decodes(model: nn.Module) -> bool:
     return callable(can) and bool(can())
 
 
-def training_ways(model: nn.Module, plan: Plan, found: Analysis) -> dict[str, str]:
-    """What modules with sharded values do in training and not in evaluation, but for dropout: path -> what.
-
-    The plan is made of a graph in eval mode; what only training does (one norm more, a noise) is in no rule's
-    sight.
-    """
-    repeated = [(model.get_submodule(call.path), _Standin(call.output)) for call in _alike(plan, found)]
-    for module, standin in repeated:
-        module.forward = standin
-    try:
-        again = capture(model.train(), **found.captured.inputs)
-    except AutotpError:
-        return {}  # it can't be recorded in training: nothing is known of it
-    finally:
-        model.eval()
-        for module, _ in repeated:
-            del module.forward
-
-    def places(captured: CapturedGraph) -> set[tuple[str, str, int, str]]:
-        sites = [
-            (n.meta["scope"], n.meta["site"].frames[-1], getattr(n.target, "__name__", ""))
-            for n in captured.graph.nodes
-            if n.op == "call_function" and n.meta.get("site") and n.meta["site"].frames
-        ]
-        return {(scope, f.code.co_filename, f.lineno, name) for scope, f, name in sites}
-
-    scopes = {n.meta.get("scope") for flow in found.choice.flows.values() for n in flow.inside}
-    scopes |= {one.module for one in found.experts}
-    return {
-        scope: f"{scope or 'the model'}: in training it also does {name} (line {line})"
-        for scope, _, line, name in sorted(places(again) - places(found.captured))
-        if scope in scopes and "dropout" not in name
-    }
-
-
-def check_decoding(model: nn.Module, local: nn.Module, found: Analysis, repeated: list[ModuleCall]) -> None:
+def check_decoding(
+    model: nn.Module, local: nn.Module, found: Analysis, repeated: list[ModuleCall]
+) -> str | None:
     """Does decoding with a cache, one token at a time, run on local sizes and past all rewritten calls?
 
-    It takes other ways through the model's code than the captured one, with states of their own.
+    It takes other ways through the model's code than the captured one, with states of their own. Returns why
+    that could not be found out, or None.
     """
 
-    def decode(module: nn.Module) -> None:
+    def decode(module: nn.Module) -> bool:
         skeleton = clone(module)
         for call in repeated:
-            _Standin(call.output, call).take_over(skeleton.module.get_submodule(call.path))
+            Standin(call.output, call).take_over(skeleton.module.get_submodule(call.path))
         given = found.captured.inputs
         inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         with torch.no_grad(), skeleton.mode:
             first = skeleton.module(**{**inputs, "use_cache": True})
             kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
-            last = {k: v[:, -1:] for k, v in inputs.items() if k in ("input_ids", "decoder_input_ids")}
+            fed = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+            last = {k: v[:, -1:] for k, v in inputs.items() if k == fed}
             mask = inputs.get("attention_mask")
             if isinstance(mask, torch.Tensor) and "input_ids" in last:  # it grows with the cache
                 last["attention_mask"] = torch.cat([mask, mask[:, -1:]], -1)
             if kept and last:
                 skeleton.module(**{**inputs, **last, **kept, "use_cache": True})
+            return bool(kept and last)
 
     try:
         with quietly():
-            decode(local)
+            return None if decode(local) else "it gives no cache that autotp knows"
     except Exception as error:
         try:
             with quietly():
                 decode(model)
-        except Exception:  # noqa: BLE001 - it does not decode like this, split or whole: nothing is proven
-            return
+        except Exception as own:  # noqa: BLE001 - it does not decode like this, split or whole
+            return f"{type(own).__name__}: {str(own).splitlines()[0] if str(own) else ''}"
         if isinstance(error, AutotpError):
             raise
         modules = found.captured.skeleton.get_submodule
@@ -156,7 +138,7 @@ def _raise(message: str, node: fx.Node | None = None) -> None:
     raise PlanError(message).at(where) if where else PlanError(message)
 
 
-class _Standin:
+class Standin:
     """In place of a layer that is like one before it: gives results of the same shapes, and computes
     nothing."""
 
@@ -172,7 +154,7 @@ class _Standin:
             if isinstance(getattr(hook, "__self__", hook), SiteGuard):
                 del module._forward_hooks[key]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Standin:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standin:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +168,7 @@ class _Standin:
         return map_nodes(self.output, made)
 
 
-def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
+def alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
     """The calls of layers that did, and are planned, exactly as an earlier layer of the same list: one of
     each kind is checked, so that the check does not grow with the depth."""
     index = found.index
@@ -196,8 +178,10 @@ def _alike(plan: Plan, found: Analysis) -> list[ModuleCall]:
     counts = Counter(call.path for call in found.captured.calls)
     planned = _planned_by_layer(plan, lists)
     first: set[Any] = set()
-    repeated = []
+    repeated: list[ModuleCall] = []
     for call in found.captured.calls:
+        if call.path.startswith(tuple(f"{other.path}." for other in repeated)):
+            continue
         prefix = call.path[: call.path.rfind(".") + 1]
         outputs = [v for _, v in walk(call.output) if isinstance(v, fx.Node)]
         if prefix not in lists or counts[call.path] > 1 or any(n in found.placement.sharded for n in outputs):
@@ -335,24 +319,42 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
     planned: Counter[str] = Counter()
     unseen: Counter[str] = Counter()  # without gradients an arrow may leave no trace
     for kind, enter, where, seen in placed:
-        for part in (kind, "enter") if enter else (kind,):
-            ran = calls[where.module if where.site is None else where.site]
-            (planned if seen else unseen)[_PARTS.get(part, "other")] += ran
+        runs = calls[where.module if where.site is None else where.site]
+        for part in _parts(kind, enter, found.captured.skeleton.get_submodule(where.module)):
+            (planned if seen else unseen)[part] += runs
     functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad"))}
     actual = Counter(part for name in functions.values() for part in _RUN_AS.get(name, ()))
-    for part in ("enter", "reduce", "gather", "slice"):
-        as_planned = planned[part] <= actual[part] <= planned[part] + unseen[part]
-        if not as_planned and not planned["other"]:
-            _raise(f"{planned[part]} arrows of kind {part} were planned and {actual[part]} ran")
+    for part, told in _TOLD.items():
+        if not planned[part] <= actual[part] <= planned[part] + unseen[part]:
+            _raise(
+                f"the rewritten model was tried, and {actual[part]} {told} ran where {planned[part]} were "
+                "planned: its code goes past one, or by one more often than when it was recorded"
+            )
 
 
-_PARTS = {"enter": "enter", "reduce": "reduce", "mean": "reduce", "gather": "gather", "slice": "slice"}
+def _parts(kind: str, enter: bool, module: nn.Module) -> tuple[str, ...]:
+    """What runs for an arrow of this kind, in the words of `_TOLD`."""
+    if kind == "norm":  # the layer's statistics: mean and variance, or the mean square
+        return ("reduce", "enter") * (2 if isinstance(module, nn.LayerNorm) else 1)
+    if kind in ("max", "min"):
+        return ("extreme",)
+    return ("reduce" if kind == "mean" else kind, *(("enter",) if enter else ()))
+
+
+_TOLD = {
+    "enter": "all-reduces of gradients",
+    "reduce": "all-reduces",
+    "gather": "gathers",
+    "slice": "slices",
+    "extreme": "reductions of a maximum or minimum",
+}
 _RUN_AS = {  # collectives.py's functions
     "_Enter": ("enter",),
     "_Reduce": ("reduce",),
     "_ReduceEnter": ("reduce", "enter"),
     "_Gather": ("gather",),
     "_Slice": ("slice",),
+    "_Extreme": ("extreme",),
 }
 
 

@@ -79,7 +79,6 @@ class Recorder(TorchFunctionMode):
         attributes: dict[Attr, list[Frame]] = {
             a: frames for a, frames in escapes.items() if isinstance(a, Attr)
         }
-        sizes: dict[Dim, list[Frame]] = {d: frames for d, frames in escapes.items() if isinstance(d, Dim)}
         return CapturedGraph(
             graph=self.graph,
             skeleton=self.skeleton.module,
@@ -89,7 +88,7 @@ class Recorder(TorchFunctionMode):
             constants=self.constants,
             attributes=self.skeleton.attributes,
             escapes=attributes,
-            size_escapes=sizes,
+            comparisons=dict(self.skeleton.log.comparisons),
             training=self.skeleton.module.training,
         )
 

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from models import MODELS
+from torch import nn
 
 from autotp.errors import AutotpError
 from autotp.planner import plan_and_analysis
@@ -17,10 +19,11 @@ CASES = ["llama_gqa", "gpt2", "falcon_new", "bloom", "t5", "nanogpt", "mixtral",
 def test_the_rewritten_model_gives_the_planned_shapes_on_every_rank(name: str, tp: int) -> None:
     model, inputs = MODELS[name]()
     plan, found = plan_and_analysis(model, tp, example_inputs=inputs, check=False)
-    captures = check_plan(hollow(model).eval(), plan, found)
+    captures = check_plan(hollow(model).eval(), plan, found).captures
     for again in captures:
         local = {n: tuple(p.shape) for n, p in again.skeleton.named_parameters()}
-        assert any(local == {n: p.local_shape(r) for n, p in plan.params.items()} for r in range(tp))
+        assert local
+        assert any(local == {n: plan.params[n].local_shape(r) for n in local} for r in range(tp))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "codegen", "nanogpt", "bloom"])
@@ -64,6 +67,30 @@ def test_the_check_does_not_grow_with_the_depth() -> None:
         )
         model = transformers.LlamaForCausalLM(config)
         plan, found = plan_and_analysis(model, 2, check=False)
-        (again,) = check_plan(hollow(model).eval(), plan, found)
+        (again,) = check_plan(hollow(model).eval(), plan, found).captures
         sizes.append(sum(n.op == "call_module" for n in again.graph.nodes))
     assert sizes[0] == sizes[1]
+
+
+class WithStatistics(nn.Module):
+    """A norm and a maximum over the sharded axis between the linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(24, 48), nn.LayerNorm(48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.up(x))
+        return self.down(h / h.amax(-1, keepdim=True))
+
+
+def test_arrows_are_counted_beside_statistics() -> None:
+    x = torch.randn(2, 5, 24)
+    model = WithStatistics()
+    plan, found = plan_and_analysis(model, 2, example_inputs=(x,))
+    kinds = {c.kind for c in plan.collectives}
+    assert plan.params["up.weight"].layout is not None and {"norm", "max"} <= kinds, kinds
+    for forgotten in (c for c in plan.collectives if all(w.kind != "layer" for w in c.where)):
+        lie = replace(plan, collectives=tuple(c for c in plan.collectives if c is not forgotten))
+        with pytest.raises(AutotpError, match="ran where"):
+            check_plan(hollow(model).eval(), lie, found)
