@@ -77,10 +77,11 @@ class WithStatistics(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(24, 48), nn.LayerNorm(48), nn.Linear(48, 24)
+        self.up, self.gate, self.more = (nn.Linear(24, 48) for _ in range(3))
+        self.norm, self.down = nn.LayerNorm(48), nn.Linear(48, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.up(x))
+        h = self.norm(self.up(x) * self.gate(x) * self.more(x))
         return self.down(h / h.amax(-1, keepdim=True))
 
 
