@@ -44,6 +44,8 @@ app = typer.Typer(
 
 [cyan]autotp dump ./Llama-3-8B --tp 8 --format html --out plan.html[/cyan]   a page to look at
 
+[cyan]autotp dump ./Llama-3-8B --pp 4 --tp 2[/cyan]   pipeline stages, and what goes between them
+
 [cyan]autotp dump my_package.model:build --tp 4 --why layers.0.qkv.weight[/cyan]   why a weight is there
 
 [cyan]autotp verify ./gpt2 --tp 2 --layers 2[/cyan]   split against whole, number by number""",
@@ -119,7 +121,19 @@ def _root(
 def dump(
     context: typer.Context,
     model: ModelArgument,
-    tp: TpOption,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", min=1, help="Tensor-parallel ranks to split over.", show_default=False),
+    ] = None,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages to cut into.")] = 1,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            "--stages",
+            help="The cut by hand: the first module of each stage but the first, with commas between.",
+            show_default=False,
+        ),
+    ] = None,
     format: Annotated[Format, typer.Option("--format", "-f", help="How to show it.")] = Format.text,
     policy: PolicyOption = None,
     ep: EpOption = 1,
@@ -137,7 +151,11 @@ def dump(
 ) -> None:
     """Show the sharded model: shapes on each rank, every collective, and the reasons. Needs no weights and no
     GPU."""
-    _guarded(context.obj, lambda: _dump(model, tp, ep, format, policy, rank, out, why, layers))
+    if tp is None and pp == 1:
+        raise typer.BadParameter("give --tp, --pp, or both", context, param_hint="--tp")
+    starts = [name.strip() for name in stages.split(",")] if stages else None
+    degrees = {"tp": tp or 1, "ep": ep, "pp": pp, "stages": starts}
+    _guarded(context.obj, lambda: _dump(model, degrees, format, policy, rank, out, why, layers))
 
 
 @app.command(
@@ -193,8 +211,7 @@ def _guarded(debug: bool, run: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------- dump
 def _dump(
     source: str,
-    tp: int,
-    ep: int,
+    degrees: dict[str, Any],
     format: Format,
     policy: Path | None,
     rank: int,
@@ -205,12 +222,13 @@ def _dump(
     from .model_source import build_model
     from .planner import plan_and_analysis
 
+    tp = degrees["tp"]
     if rank >= tp:
         raise PlanError(f"--rank {rank}: with --tp {tp} the ranks are 0 to {tp - 1}.")
     console = Console(stderr=True)
-    with console.status(f"planning {escape(source)} over {tp} ranks"):
+    with console.status(f"planning {escape(source)} over {tp * degrees['pp']} ranks"):
         model = build_model(source, layers=layers)
-        plan, found = plan_and_analysis(model, tp, str(policy) if policy else None, ep=ep)
+        plan, found = plan_and_analysis(model, policy=str(policy) if policy else None, **degrees)
         if why:
             rendered = _explain(found, plan, why)
         elif format in GRAPHS:

@@ -70,7 +70,7 @@ def svg(plan: Plan, shown: Outline, itemsize: int) -> str:
     """The plan as a self-contained SVG document; hovering shows details. Light and dark follow the viewer's
     setting."""
     box = _measure(scene(shown))
-    title = f"{plan.model} over tp={plan.tp}"
+    title = f"{plan.model} over {plan.degrees}"
     facts = dict(headline(plan, itemsize))
     given = ", ".join(f"{v.name} {size(v.shape)}" for v in shown.inputs)
     under = (
@@ -352,7 +352,7 @@ def dot(plan: Plan, shown: Outline) -> str:
     root = scene(shown)
     lines = [
         f"digraph {_quote(plan.model)} {{",
-        f"  label={_quote(f'{plan.model} over tp={plan.tp}')}; labelloc=t; fontname=Helvetica;",
+        f"  label={_quote(f'{plan.model} over {plan.degrees}')}; labelloc=t; fontname=Helvetica;",
         '  node [fontname=Helvetica, fontsize=10, style="filled,rounded", shape=box];',
         '  edge [color="#8b94a1"];',
         '  "in" [label="input", shape=plaintext, style=""];',

@@ -60,12 +60,13 @@ class Step:
     layer: str = ""  # column, row, vocab, ...: the parallel layer it becomes
     params: tuple[ParamPlan, ...] = ()
     marks: list[Mark] = field(default_factory=list)
+    stage: int | None = None  # the pipeline stage it runs on, where it is a unit
 
 
 @dataclass
 class Block:
     """One call of a module that has steps of its own. `names`: the paths of all that are alike, the first is
-    shown."""
+    shown. stage: the pipeline stage it runs on, where it is a unit."""
 
     path: str
     label: str  # relative to the block around it
@@ -75,6 +76,7 @@ class Block:
     params: tuple[ParamPlan, ...] = ()
     ints: tuple[LocalInt, ...] = ()
     marks: list[Mark] = field(default_factory=list)
+    stage: int | None = None
 
     def steps(self) -> Iterator[Step]:
         """Every step below, in the order they run."""
@@ -135,7 +137,7 @@ def fold(block: Block, alias: dict[str, str]) -> tuple[Any, ...]:
     block.items = kept
     own_params = tuple((p.name.rsplit(".", 1)[-1], p.shape, p.placement) for p in block.params)
     ints = tuple((i.name, i.local) for i in block.ints)
-    return (block.kind, own_params, ints, _print_marks(block.marks), tuple(prints))
+    return (block.kind, block.stage, own_params, ints, _print_marks(block.marks), tuple(prints))
 
 
 def _stem(label: str) -> str:
@@ -147,7 +149,7 @@ def _print_step(step: Step, path: str) -> tuple[Any, ...]:
     params = tuple((p.name.rsplit(".", 1)[-1], p.shape, p.placement, p.once) for p in step.params)
     values = tuple((v.shape, v.state, v.dtype) for v in step.values)
     module = (step.module or "").removeprefix(path)
-    return (step.op, step.layer, module, values, params, _print_marks(step.marks))
+    return (step.op, step.stage, step.layer, module, values, params, _print_marks(step.marks))
 
 
 def _print_marks(marks: list[Mark]) -> tuple[Any, ...]:

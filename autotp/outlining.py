@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class _Builder:
                 mark = Mark(collective, where, where.kind in ("in", "before") or collective.kind in BEFORE)
                 self.marks[where.module, where.site].append(mark)
         self.modules = dict(captured.skeleton.named_modules(remove_duplicate=False))
+        self.unit_calls: dict[str, int] = defaultdict(int)
 
     def run(self) -> Block:
         root = self.block("", None)
@@ -130,10 +131,20 @@ class _Builder:
                 if call.last < i:
                     continue
                 inner = self.block(call.path, stack[-1][0])
+                inner.stage = self.stage(call.path, [b for b, _ in stack])
                 stack[-1][0].items.append(inner)
                 stack.append((inner, call.last))
             self.node(node, tuple(b for b, _ in stack))
         return root
+
+    def stage(self, path: str, around: Sequence[Block]) -> int | None:
+        """The pipeline stage of the next call of a module, where that is a unit."""
+        stages = self.plan.stages
+        call = path, self.unit_calls[path]
+        if stages is None or call not in stages.stage_of or any(b.stage is not None for b in around):
+            return None
+        self.unit_calls[path] += 1
+        return stages.stage_of[call]
 
     def block(self, path: str, around: Block | None) -> Block:
         label = path
@@ -209,6 +220,7 @@ class _Builder:
             layer=self.layers.get(leaf or "", ""),
             params=self.own(leaf, True) if leaf else (),
             marks=marks,
+            stage=self.stage(leaf, stack) if leaf else None,
         )
         here.items.append(step)
 

@@ -8,6 +8,7 @@ from html import escape
 
 from .draw import svg
 from .outline import Outline
+from .pipeline.show import stage_rows
 from .plan import Plan
 from .scene import Item, scene
 from .show import (
@@ -30,7 +31,7 @@ def html(plan: Plan, shown: Outline, itemsize: int) -> str:
     )
     details = {i.key: {"title": i.title, "rows": i.details, "params": i.params} for i in _all(scene(shown))}
     data = json.dumps(details).replace("</", "<\\/")
-    title = f"{plan.model} over tp={plan.tp}"
+    title = f"{plan.model} over {plan.degrees}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -39,7 +40,7 @@ def html(plan: Plan, shown: Outline, itemsize: int) -> str:
 <div class="cards">{cards}</div>
 <main><section class="picture">{svg(plan, shown, itemsize)}</section>
 <aside id="details"><p class="dim">Point at a box. Click to keep it.</p></aside></main>
-{"".join(_sections(plan, shown))}
+{"".join(_sections(plan, shown, itemsize))}
 <script>const DETAILS={data};{_JS}</script></body></html>
 """
 
@@ -50,7 +51,7 @@ def _all(item: Item) -> Iterator[Item]:
         yield from _all(inner)
 
 
-def _sections(plan: Plan, shown: Outline) -> Iterator[str]:
+def _sections(plan: Plan, shown: Outline, itemsize: int) -> Iterator[str]:
     rank = shown.rank
     rows = []
     for p in plan.params.values():
@@ -71,6 +72,14 @@ def _sections(plan: Plan, shown: Outline) -> Iterator[str]:
         '<input id="filter" type="search" placeholder="filter parameters" aria-label="filter parameters">'
     )
     yield f"<section><h2>Parameters {search}</h2>{_table(head, rows, 'params')}</section>"
+    rows = [
+        _row(str(r.stage), r.units, human_bytes(r.bytes), f"{r.share:.1%}", "; ".join(r.sends),
+             human_bytes(r.sent_bytes) if r.sends else "")
+        for r in stage_rows(plan, itemsize, rank)
+    ]
+    if rows:
+        table = _table(("stage", "units", f"memory of rank {rank}", "of the FLOPs", "sends", "bytes"), rows)
+        yield f"<section><h2>Pipeline stages</h2>{table}</section>"
     rows = [
         _row(kind_of(c), _times(n), ", ".join(w), size(c.shape), human_bytes(c.bytes), meaning(c), c.why)
         for c, w, n in fold_collectives(plan)

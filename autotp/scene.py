@@ -76,8 +76,9 @@ class _Group:
         block = self.block
         label = [block.label, *(n[len(block.path) - len(block.label) :] for n in block.names[1:])]
         title = f"{range_of(label)}" if block.path else block.kind
-        lines = [block.kind]
-        details = [("module", block.path or "model"), ("class", block.kind)]
+        staged = [] if block.stage is None else [("stage", str(block.stage))]
+        lines = [block.kind, *(f"stage {number}" for _, number in staged)]
+        details = [("module", block.path or "model"), ("class", block.kind), *staged]
         details += [(f"self.{i.name}", f"{i.value} → {ranks_text(i.local)}") for i in block.ints]
         details += _param_details(block.params, self.shown.rank)
         names = [p.name for p in block.params]

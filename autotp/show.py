@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .outline import Block, Mark, Outline, Step, Value, range_of
+from .pipeline.show import stage_rows
 from .plan import Collective, ParamPlan, Plan
 
 STYLE = {"column": "blue", "row": "dark_orange", "vocab": "green", "embedding": "green", "": "bright_black"}
@@ -58,9 +59,10 @@ def local(param: ParamPlan, rank: int) -> str:
 
 
 def totals(plan: Plan, itemsize: int) -> tuple[int, list[int]]:
-    """Bytes of the whole model's parameters, and of each rank's."""
+    """Bytes of the whole model's parameters, and of each rank's, of every stage."""
     whole = sum(_numel(p.shape) for p in plan.params.values()) * itemsize
-    return whole, [plan.local_bytes(r, itemsize) for r in range(plan.tp)]
+    stages = [None] if plan.stages is None else range(plan.stages.count)
+    return whole, [plan.local_bytes(rank, itemsize, s) for s in stages for rank in range(plan.tp)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -80,8 +82,10 @@ def headline(plan: Plan, itemsize: int) -> list[tuple[str, str]]:
     )
     sharded = sum(p.layout is not None for p in plan.params.values())
     count, places = str(len(plan.collectives)), sum(len(c.where) for c in plan.collectives)
+    staged = [("stages", _stages(plan, itemsize))] if plan.stages else []
     return [
-        ("ranks", str(plan.tp)),
+        ("ranks", str(len(ranks))),
+        *staged,
         ("block weights sharded", f"{plan.sharded_fraction:.1%}"),
         ("parameters sharded", f"{sharded} of {len(plan.params)}"),
         ("memory per rank", f"{per_rank} of {human_bytes(whole)}"),
@@ -90,15 +94,32 @@ def headline(plan: Plan, itemsize: int) -> list[tuple[str, str]]:
     ]
 
 
+def _stages(plan: Plan, itemsize: int) -> str:
+    """`4, of 24.1% / 25.6% / 25.6% / 24.7% of the FLOPs`."""
+    rows = stage_rows(plan, itemsize, 0)
+    return f"{len(rows)}, of {' / '.join(f'{row.share:.1%}' for row in rows)} of the FLOPs"
+
+
 # ---------------------------------------------------------------- like code
 def text(plan: Plan, shown: Outline, itemsize: int) -> Text:
     """The sharded model as code: each module, its operations with this rank's shapes, and the collectives
     between."""
     out = Text()
-    out.append(f"# {plan.model} over tp={plan.tp}, rank {shown.rank}\n", "bold")
+    out.append(f"# {plan.model} over {plan.degrees}, rank {shown.rank}\n", "bold")
     for name, value in headline(plan, itemsize):
         if name not in ("ranks",):
             out.append(f"#   {name:22} {value}\n", "dim")
+    for row in stage_rows(plan, itemsize, shown.rank):
+        out.append(f"# stage {row.stage}: {row.units}\n", "bold blue")
+        out.append(
+            f"#     {row.share:.1%} of the FLOPs, {row.parameters:,} parameters, "
+            f"{human_bytes(row.bytes)} on this rank\n",
+            "dim",
+        )
+        for sent in row.sends:
+            out.append(f"#     sends {sent}\n", "red")
+        if row.sends:
+            out.append(f"#     {human_bytes(row.sent_bytes)} to stage {row.stage + 1}\n", "dim")
     out.append("\n")
     for given in shown.inputs:
         out.append(f"{given.name:48}  {_value(given)}\n", "dim")
@@ -124,6 +145,8 @@ def _block(out: Text, block: Block, depth: int, shown: Outline) -> None:
     out.append(f": {block.kind}", "cyan")
     if len(block.names) > 1:
         out.append(f"   × {len(block.names)} alike", "bold magenta")
+    if block.stage is not None:
+        out.append(f"   # stage {block.stage}", "bold blue")
     out.append("\n")
     for i in block.ints:
         out.append(f"{pad}    self.{i.name} = {i.local[shown.rank]}", "magenta")
@@ -174,7 +197,8 @@ def _step(out: Text, step: Step, depth: int, shown: Outline) -> None:
     if len(line) > 72:
         line = line[:71] + "…"
     out.append(f"{line:72}", STYLE.get(step.layer, "") if step.layer else "")
-    out.append(f"  {', '.join(_value(v) for v in step.values)}\n", "dim")
+    out.append(f"  {', '.join(_value(v) for v in step.values)}", "dim")
+    out.append(f"   # stage {step.stage}\n" if step.stage is not None else "\n", "bold blue")
     for param in step.params:
         _param(out, param, depth + 1, shown.rank)
     for mark in (m for m in step.marks if not m.before):
@@ -210,6 +234,8 @@ def _value(value: Value) -> str:
 def tables(plan: Plan, itemsize: int, rank: int) -> Group:
     """What is where, as tables: memory, parameters, collectives, local numbers, the replicated remainder."""
     parts: list[RenderableType] = [_summary(plan, itemsize), _parameters(plan, rank)]
+    if plan.stages is not None:
+        parts.append(_pipeline(plan, itemsize, rank))
     if plan.collectives:
         parts.append(_collectives(plan))
     if plan.ints or plan.arguments:
@@ -237,7 +263,9 @@ def _table(title: str, *columns: str) -> Table:
 
 def _summary(plan: Plan, itemsize: int) -> Table:
     table = Table(
-        title=f"{plan.model} over {plan.tp} ranks",
+        title=f"{plan.model} over {plan.tp} ranks"
+        if plan.stages is None
+        else f"{plan.model} over {plan.degrees}",
         title_justify="left",
         title_style="bold",
         show_header=False,
@@ -245,6 +273,16 @@ def _summary(plan: Plan, itemsize: int) -> Table:
     )
     for name, value in headline(plan, itemsize):
         table.add_row(Text(name, "dim"), Text(value, "bold"))
+    return table
+
+
+def _pipeline(plan: Plan, itemsize: int, rank: int) -> Table:
+    columns = "stage", "units", "parameters", f"memory of rank {rank}", "of the FLOPs", "sends", "bytes"
+    table = _table("Pipeline stages", *columns)
+    for row in stage_rows(plan, itemsize, rank):
+        cells = f"{row.parameters:,}", human_bytes(row.bytes), f"{row.share:.1%}", "\n".join(row.sends)
+        sent = human_bytes(row.sent_bytes) if row.sends else ""
+        table.add_row(str(row.stage), row.units, *cells, sent)
     return table
 
 

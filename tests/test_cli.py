@@ -154,6 +154,40 @@ def test_dot_declares_what_it_connects(models):
     assert lines[0].startswith("digraph") and sum(line.count("{") - line.count("}") for line in lines) == 0
 
 
+def test_stages_are_shown_with_what_crosses_in_every_format(models, tmp_path):
+    shown = {
+        format: run("dump", models["llama"], "--pp", 2, "--tp", 2, "-f", format).output
+        for format in ("text", "table", "json", "yaml", "html", "dot", "svg")
+    }
+    assert all("pp=2 × tp=2" in shown[format] for format in shown if format != "json")
+    text = shown["text"]
+    assert "# stage 0: model.embed_tokens, model.layers.0 … model.layers.1\n" in text
+    pipeline = json.loads(shown["json"])["pipeline"]
+    (crossing,) = pipeline["crossings"][0]
+    batch, sequence, hidden = crossing["shape"]
+    assert hidden == LLAMA["hidden_size"] and crossing["bytes"] == 4 * batch * sequence * hidden
+    shape = f"float32 {batch}x{sequence}x{hidden}"
+    assert f"sends model.layers.1: {shape} for model.layers.2\n" in text
+    assert f"{crossing['bytes'] / 1024:.1f} KiB to stage 1" in text
+    assert "layers.0 … layers.1: LlamaDecoderLayer   × 2 alike   # stage 0" in text
+    assert "layers.2: LlamaDecoderLayer   # stage 1" in text
+    assert "Pipeline stages" in shown["table"] and "Pipeline stages" in shown["html"]
+    assert "stage 1" in shown["svg"] and "stage 1" in shown["dot"]
+    assert pipeline["starts"] == yaml.safe_load(shown["yaml"])["stages"] == ["model.layers.2"]
+    assert crossing["from"] == "model.layers.1"
+
+
+def test_a_stated_cut_and_no_degree_at_all(models):
+    output = run("dump", models["llama"], "--pp", 3, "--stages", "model.layers.1, lm_head").output
+    assert "# stage 1: model.layers.1 … model.layers.2, model.norm\n" in output
+    assert "over pp=3 × tp=1" in output
+    wrong = run("dump", models["llama"], "--pp", 2, "--stages", "model.layers.1.mlp", code=2)
+    assert "inside 'model.layers.1'" in flat(wrong.stderr)
+    many = run("dump", models["llama"], "--pp", 9, code=2)
+    assert "into 6 stages at most" in flat(many.stderr)
+    assert "give --tp, --pp, or both" in flat(run("dump", models["llama"], code=2).stderr)
+
+
 def test_out_writes_the_file(models, tmp_path):
     for format in ("text", "table", "svg"):
         file = tmp_path / f"plan.{format}"

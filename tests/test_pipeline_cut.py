@@ -356,6 +356,29 @@ def test_what_glue_makes_of_a_units_output_is_made_again_where_it_is_used() -> N
     assert crossing_names(stages, 1) == ["embed:0[0]", "layers.2:0[0]"]
 
 
+class Table(nn.Module):
+    """Positions as a table: of its input it reads the shape."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.arange(h.shape[1])[:, None] * torch.tensor(0.1)
+
+
+def test_a_module_that_reads_shapes_alone_runs_on_every_stage() -> None:
+    class Positions(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = Table()
+
+        def first(self, h: torch.Tensor) -> torch.Tensor:
+            return self.table(h)
+
+        def between(self, h: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            return h + first
+
+    stages = staged(Positions(), "layers.2")
+    assert crossing_names(stages) == ["layers.1:0[0]"] and "table" not in stages.units
+
+
 def test_only_the_form_of_a_value_is_no_value() -> None:
     class Masked(Stack):
         def first(self, h: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..captured import CapturedGraph
-from ..graph import describe, has_tensor
+from ..graph import describe
 from ..nested import map_nodes
 from .units import Unit, draws, sources
 
@@ -65,7 +65,7 @@ class Dataflow:
     def uses(self, node: fx.Node) -> list[fx.Node]:
         """What computes with its value: not what reads its sizes, and not the model's output, whose parts are
         sent from where they are."""
-        return [user for user in node.users if has_tensor(user) and node in sources(user)]
+        return [user for user in node.users if node in sources(user)]
 
     def _between(self, first: int, last: int) -> Iterator[int]:
         """The boundaries behind the node at index `first` and before the one at `last`."""
@@ -95,9 +95,9 @@ class Dataflow:
                 self._need(source, i, after, seen)
         elif self.boundaries[i].why is None:
             what = "is not among its outputs" if unit is not None else "can't be made twice"
-            self.boundaries[i].why = (
-                f"{_value(node)} is made before it, {what}, and is used after it by {describe(after[0])}"
-            )
+            self.boundaries[
+                i
+            ].why = f"{_value(node)} is made before it, {what}, and is used after it by {describe(after[0])}"
 
     def _change(self, node: fx.Node) -> None:
         """Keep a change in place together with what makes and uses the values it changes."""

@@ -76,7 +76,7 @@ def find_units(captured: CapturedGraph) -> tuple[list[Unit], set[fx.Node]]:
         return draws(node, captured.skeleton) or any(source in dependent for source in sources(node))
 
     def note(inside: Iterable[fx.Node], all_of_it: bool) -> None:
-        for node in inside:  # what is no tensor is a size: known wherever the tensor's shape is
+        for node in inside:
             if has_tensor(node) and (all_of_it and node.op != "get_attr" or depends(node)):
                 dependent.update((node, *node.meta.get("mutates", ())))
 
@@ -97,7 +97,9 @@ def find_units(captured: CapturedGraph) -> tuple[list[Unit], set[fx.Node]]:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values it computes with."""
+    """The nodes whose values it computes with: none for a size, which is known wherever the form is."""
+    if not has_tensor(node):
+        return []
     form = node.args[0] if node.args and getattr(node.target, "__name__", "") in _OF_A_FORM else None
     return [source for source in node.all_input_nodes if source is not form and has_tensor(source)]
 
