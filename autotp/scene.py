@@ -77,7 +77,8 @@ class _Group:
         label = [block.label, *(n[len(block.path) - len(block.label) :] for n in block.names[1:])]
         title = f"{range_of(label)}" if block.path else block.kind
         staged = [] if block.stage is None else [("stage", str(block.stage))]
-        lines = [block.kind, *(f"stage {number}" for _, number in staged)]
+        title += "".join(f"  ·  stage {number}" for _, number in staged)
+        lines = [block.kind]
         details = [("module", block.path or "model"), ("class", block.kind), *staged]
         details += [(f"self.{i.name}", f"{i.value} → {ranks_text(i.local)}") for i in block.ints]
         details += _param_details(block.params, self.shown.rank)
@@ -125,6 +126,7 @@ class _Group:
         given = [
             ("gives", f"{value.dtype}{size(value.shape)} {value.state}"),
             ("in the whole model", size(value.whole)),
+            *([] if step.stage is None else [("stage", str(step.stage))]),
         ]
         if step.module is not None:
             name = step.module[len(self.block.path) + 1 :] if self.block.path else step.module
