@@ -12,10 +12,11 @@ from .save import save as save
 from .search import predict as predict
 from .search import search as search  # the function; `autotp.search.cost` and the like stay importable
 from .state import full_state_dict as full_state_dict
+from .train import train_step as train_step
 from .verify import verify as verify
 from .weights import load as load
 
 __all__ = [
     "AutotpError", "Plan", "capture", "data_rank", "full_state_dict", "load", "no_sync", "parallelize",
-    "plan", "predict", "rule", "save", "search", "verify",
+    "plan", "predict", "rule", "save", "search", "train_step", "verify",
 ]

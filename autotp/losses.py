@@ -8,8 +8,8 @@ class weights count as they do there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,19 @@ CLOSE = 1e-3  # half precision; a mean over other things is off by far more
 
 @dataclass(frozen=True)
 class Counted:
-    """One call of a loss function. kind: its reduction. total: the sum of what it added up, n: what its mean
-    divides by, numel: of how many places (n, and those that are ignored)."""
+    """One call of a loss function in one part. readings: what the part's loss can be: a "sum", a mean over
+    what is "counted", a mean over "all" places; several where they are the same number. n: what counted.
+    numel: of how many places. share: what of its loss went backward."""
 
-    kind: str
-    total: float
+    readings: tuple[str, ...]
     n: float
     numel: int
+    share: float = 1.0
+
+
+SHARES: dict[str, Callable[[float, int], float]] = {
+    "counted": lambda n, numel: n / numel, "all": lambda n, numel: 1.0, "sum": lambda n, numel: 1.0,
+}  # fmt: skip
 
 
 class Watch(TorchFunctionMode):
@@ -52,14 +58,32 @@ class Watch(TorchFunctionMode):
             self.seen.append((kind, result.detach(), n, numel))
         return result
 
-    def counted(self) -> list[Counted]:
-        """What was noted; reads values, so a GPU is waited for."""
+    def counted(self, loss: float) -> list[Counted]:
+        """What was noted, of a part whose loss is this. Reads values, so a GPU is waited for."""
         found = []
         for kind, result, n, numel in self.seen:
             count, value = float(n), float(result.double().sum())
-            total = value * count if kind in ("mean", "batchmean") and count else value
-            found.append(Counted("mean" if kind == "batchmean" else kind, total, count, numel))
+            readings: tuple[str, ...] = ("counted",)
+            if kind not in ("mean", "batchmean"):
+                readings = _readings(kind, value, count, numel, loss, len(self.seen))
+            found.append(Counted(readings, count, numel))
         return found
+
+
+def _readings(kind: str, total: float, n: float, numel: int, loss: float, calls: int) -> tuple[str, ...]:
+    """What a loss can be that the model made of a result which it reduced, or divided, itself."""
+    wanted = {"counted": total / n if n else 0.0, "all": total / numel, "sum": total}
+    found = [k for k, v in wanted.items() if math.isclose(loss, v, rel_tol=CLOSE, abs_tol=1e-12)]
+    if n == 0:
+        return tuple(wanted)                     # nothing to be learnt from it
+    if found and calls == 1:
+        return tuple(found)
+    if kind == "sum":
+        return ("sum",)                          # divided by something that is given: they add up
+    raise TrainError(
+        "the model reduces the losses of single tokens in its own way: it is not known how those of "
+        'micro-batches make that of the batch. Say so: weigh="rows" (means over rows) or weigh="sum".'
+    )
 
 
 def _classes(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
@@ -116,21 +140,28 @@ class Weights:
 
     def share(self, loss: Tensor, watch: Watch) -> float:
         """What part of one its loss counts; notes the part."""
-        counted = watch.counted() if self.weigh == "tokens" else []
         value, self.dtype = float(loss.detach()), str(loss.dtype).removeprefix("torch.")
-        try:
-            counted = [_as_reduced(c, value, len(counted)) for c in counted]
-        except TrainError as error:
-            self.error = str(error)
-        if self.weigh == "tokens" and not counted:
-            self.error = (
-                "the model's loss comes from no loss function of torch.nn.functional, so it is not known "
-                "what its mean is over. Say how the losses of micro-batches make that of the batch: "
-                'weigh="rows" (means over rows, all alike) or weigh="sum" (they add up).'
-            )
-        self.parts.append(counted)
+        counted: list[Counted] = []
+        if self.weigh == "tokens":
+            try:
+                counted = watch.counted(value)
+                if not counted:
+                    raise TrainError(
+                        "the model's loss comes from no loss function of torch.nn.functional, so it is not "
+                        "known what its mean is over. Say how the losses of micro-batches make that of the "
+                        'batch: weigh="rows" (means over rows, all alike) or weigh="sum" (they add up).'
+                    )
+            except TrainError as error:
+                self.error = str(error)
+        share = 1.0
+        if counted:
+            first = counted[0]
+            before = [r for part in self.parts if part for r in SHARES if r not in part[0].readings]
+            reading = next((r for r in first.readings if r not in before), first.readings[0])
+            share = 0.0 if first.n == 0 else SHARES[reading](first.n, first.numel)
+        self.parts.append([replace(c, share=share) for c in counted])
         self.losses.append(value)
-        return counted[0].n / counted[0].numel if counted and counted[0].kind == "mean" else 1.0
+        return share
 
     def told(self) -> tuple[str, str, list[list[Counted]], list[float], str]:
         """What other ranks need to hear: what went wrong, the ways of weighing, the parts, their losses, and
@@ -150,15 +181,36 @@ def combined(told: Sequence[tuple[str, list[list[Counted]], list[float]]]) -> tu
     if weigh != "tokens":
         scale = 1.0 if weigh == "sum" else 1.0 / len(losses)
         return scale, scale * math.fsum(losses)
-    kinds = {c.kind for part in parts for c in part}
-    if len({len(part) for part in parts}) > 1 or len(kinds) > 1:
+    if len({len(part) for part in parts}) > 1 or len({c.numel for part in parts for c in part[:1]}) > 1:
         raise TrainError(
-            f"the micro-batches call different loss functions, or of different reductions "
-            f"({', '.join(sorted(kinds))}): "
-            'their losses have no common weights. Use one reduction, or weigh="rows" or "sum".'
+            "the micro-batches call different loss functions, or over different numbers of places: their "
+            'losses have no common weights. Use microbatches=1, or weigh="rows" or "sum".'
         )
-    if kinds == {"sum"}:
-        return 1.0, math.fsum(losses)
+    found: dict[str, tuple[float, float]] = {}
+    shared = [loss * part[0].share for loss, part in zip(losses, parts, strict=True) if part[0].share]
+    for reading in SHARES:
+        factor = _scale(reading, parts) if all(reading in c.readings for p in parts for c in p) else None
+        if factor is not None:
+            found[reading] = factor, factor * math.fsum(shared)
+    results = list(found.values())
+    if not results or any(abs(scale - results[0][0]) > 1e-9 * scale for scale, _ in results):
+        raise TrainError(
+            "from the micro-batches' losses it is not clear whether they are sums or means, and of what: "
+            'say so with weigh="rows" or "sum", or let the model call a loss function with reduction="mean".'
+        )
+    return results[0]
+
+
+def _scale(reading: str, parts: Sequence[Sequence[Counted]]) -> float | None:
+    """What the gradients are multiplied by if the losses are so; None where they went backward otherwise."""
+    for part in parts:
+        first = part[0]
+        if first.share and abs(first.share - SHARES[reading](first.n, first.numel)) > 1e-12:
+            return None
+    if reading == "sum":
+        return 1.0
+    if reading == "all":
+        return 1.0 / len(parts)
     totals = [math.fsum(part[i].n for part in parts) for i in range(len(parts[0]))]
     for part in parts:
         shares = [c.n / total if total else 0.0 for c, total in zip(part, totals, strict=True)]
@@ -168,29 +220,8 @@ def combined(told: Sequence[tuple[str, list[list[Counted]], list[float]]]) -> tu
                 f"{', '.join(f'{share:.1%}' for share in shares)} of what they count in all): no one weight "
                 'of it makes the loss of the whole batch. Use microbatches=1, or weigh="rows".'
             )
-    numel, total = parts[0][0].numel, totals[0]
-    if any(part[0].numel != numel for part in parts):
-        raise TrainError("the micro-batches' losses are over different numbers of places.")
-    if total == 0:  # nothing is counted anywhere: the whole batch's loss is 0/0 too
-        return math.nan, math.nan
-    known = [(loss, part[0].n) for loss, part in zip(losses, parts, strict=True) if part[0].n]
-    return numel / total, math.fsum(loss * n for loss, n in known) / total
-
-
-def _as_reduced(c: Counted, loss: float, calls: int) -> Counted:
-    """What the model made of a result that it reduced, or divided, itself."""
-    if c.kind == "mean":
-        return c
-    means = {c.n: c, float(c.numel): Counted("mean", c.total, float(c.numel), c.numel)}
-    for n, mean in means.items():
-        if calls == 1 and n and math.isclose(loss, c.total / n, rel_tol=CLOSE, abs_tol=1e-12):
-            return Counted("mean", mean.total, n, c.numel)
-    if c.kind == "none" and not (calls == 1 and math.isclose(loss, c.total, rel_tol=CLOSE)):
-        raise TrainError(
-            "the model reduces the losses of single tokens in its own way: it is not known how those of "
-            'micro-batches make that of the batch. Say so: weigh="rows" (means over rows) or weigh="sum".'
-        )
-    return Counted("sum", c.total, c.n, c.numel)
+    # with nothing counted anywhere the whole batch's loss is 0/0, too
+    return parts[0][0].numel / totals[0] if totals[0] else math.nan
 
 
 def loss_of(output: Any) -> Tensor:

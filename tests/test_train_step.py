@@ -1,0 +1,301 @@
+"""`train_step` against one process's backward on the whole batch: gradients, loss, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run
+from models import MODELS
+from torch import nn
+from whole import FLOAT32, assert_same_grads
+
+import autotp
+from autotp.comm import simulate
+from autotp.errors import TrainError
+from autotp.generation import synchronise_rng
+from autotp.gradients import plain
+from autotp.losses import Watch, Weights, combined
+from autotp.mesh import Mesh, attach
+from autotp.microbatches import split_batch
+from autotp.pipeline.absent import QuietComm, is_missing
+from autotp.pipeline.channel import channel
+from autotp.pipeline.install import install
+from autotp.rewrite import rewrite
+from autotp.state import gather
+from autotp.train import train_step
+
+# Losses of transformers are float32 in float64 models too.
+ROWS = 8
+
+
+def padded_batch(inputs: dict[str, Any], rows: int = ROWS) -> dict[str, Any]:
+    """Rows that count unevenly many tokens, the last none."""
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        name: torch.randint(4, 250, (rows, *value.shape[1:]), generator=generator)
+        if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }  # fmt: skip
+    labels = batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"].clone()
+    for row in range(rows):
+        labels[row, labels.shape[1] - row - 1 :] = -100
+    labels[-1] = -100
+    return {**batch, "labels": labels}
+
+
+def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
+    return {n: v.chunk(parts)[part] if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+
+
+def whole_step(name: str, times: int = 1) -> tuple[float, dict[str, torch.Tensor], float]:
+    """One process: the loss, the gradients after `times` backwards, their norm."""
+    model, inputs = MODELS[name]()
+    for _ in range(times):
+        loss = model(**padded_batch(inputs)).loss
+        loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), grads, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+
+
+def staged(name: str, tp: int, pp: int, dp: int, count: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in `count` stages over the ranks of this process group."""
+    model, inputs = MODELS[name]()
+    mesh = attach(tp, pp, dp)
+    plan = autotp.plan(model, tp, pp=count, example_inputs=inputs)
+    comm = QuietComm(mesh.tp) if tp > 1 else mesh.tp
+    rewrite(model, plan, comm)
+    state: Any = model.autotp
+    state.mesh = mesh
+    if tp > 1:
+        synchronise_rng(model, comm)
+    state.pipeline = install(model, plan.stages, mesh.pp.rank, pp, channel(mesh.pp), str(mesh))
+    if dp > 1:
+        autotp.data_parallel.keep_copies_alike(model, mesh, 0, [])
+    return model, inputs
+
+
+def own_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of this rank's stages, whole over tp."""
+    state: Any = model.autotp
+    found = {}
+    for name, param in model.named_parameters():
+        if is_missing(param) or param.grad is None:
+            continue
+        grad, held = plain(param.grad), state.held.get(name)
+        if held is not None and held.layout is not None:
+            grad = gather(grad, held.layout, state.comm)
+        elif held is not None and held.once:
+            grad = state.comm.broadcast(grad, 0)
+        found[name] = grad.clone()
+    return found
+
+
+Job = tuple[str, str, int, int, int]  # model, schedule, micro-batches, stages, backwards
+
+
+def _staged(rank: int, tp: int, pp: int, dp: int, jobs: list[Job]) -> list[Any]:
+    results = []
+    for name, schedule, count, stages, times in jobs:
+        model, inputs = staged(name, tp, pp, dp, stages)
+        batch = part_of(padded_batch(inputs), *autotp.data_rank(model))
+        for _ in range(times):
+            loss = train_step(model, batch, count, schedule).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        results.append((loss, own_grads(model), norm))
+    return results
+
+
+def check(tp: int, pp: int, dp: int, jobs: list[Job]) -> None:
+    ranks = run(tp * pp * dp, _staged, tp, pp, dp, jobs)
+    for i, (name, *_, times) in enumerate(jobs):
+        loss, grads, norm = whole_step(name, times)
+        seen: set[str] = set()
+        for results in ranks:
+            got_loss, got, got_norm = results[i]
+            assert got_loss == ranks[0][i][0] == pytest.approx(loss, rel=FLOAT32)
+            assert got_norm == pytest.approx(norm, rel=FLOAT32)
+            # against the whole model's largest entry: a stage may have small ones only
+            assert_same_grads({**grads, **got}, grads, FLOAT32)
+            assert got
+            seen |= set(got)
+        assert seen == set(grads)
+
+
+def test_schedules_over_two_stages() -> None:
+    """gpt2: tied embedding and head, dropout off; t5: two values cross, one is only handed on."""
+    jobs = [("gpt2", schedule, 4, 2, 2) for schedule in ("gpipe", "zero-bubble")]
+    jobs += [("gpt2", "interleaved", 4, 4, 1), ("t5", "1f1b", 2, 2, 1), ("t5", "zero-bubble", 4, 4, 1)]
+    check(1, 2, 1, jobs)
+
+
+def test_stages_of_tensor_parallel_ranks() -> None:
+    """Key-value rows held twice, and norms over heads, whose gradients are corrected over tp."""
+    check(2, 2, 1, [("llama_mqa", "zero-bubble", 4, 2, 1), ("qwen3", "1f1b", 4, 2, 2)])
+
+
+def test_copies_of_stages() -> None:
+    check(1, 2, 2, [("llama_tied", "1f1b", 2, 2, 2)])
+
+
+@pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])
+def test_one_stage_accumulates(tp: int, dp: int, count: int) -> None:
+    def one(world: Any) -> Any:
+        model, inputs = MODELS["llama_gqa"]()
+        autotp.parallelize(model, comm=Mesh.split(world, tp=tp, dp=dp), example_inputs=inputs)
+        batch = part_of(padded_batch(inputs), *autotp.data_rank(model))
+        for _ in range(2):
+            loss = train_step(model, batch, count)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        return loss.item(), own_grads(model), norm
+
+    loss, grads, norm = whole_step("llama_gqa", 2)
+    for got_loss, got, got_norm in simulate(tp * dp, one):
+        assert got_loss == pytest.approx(loss, rel=FLOAT32)
+        assert_same_grads(got, grads, FLOAT32)
+        assert got_norm == pytest.approx(norm, rel=FLOAT32)
+
+
+# ---------------------------------------------------------------- losses
+class Toy(nn.Module):
+    """A linear classifier with a loss of its own making."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.loss = nn.Linear(3, 5).double(), loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, n: int | None = None) -> Any:
+        logits = self.layer(x)
+        return self.loss(logits, y) if n is None else self.loss(logits, y) / n
+
+
+def toy_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    y = torch.randint(0, 5, (8,), generator=generator)
+    y[[0, 1, 6]] = -100
+    return {"x": torch.randn(8, 3, generator=generator, dtype=torch.float64), "y": y}
+
+
+CLASSES = torch.arange(1.0, 6.0, dtype=torch.float64)
+LOSSES: dict[str, Any] = {
+    "mean": F.cross_entropy,
+    "classes weighted": lambda z, y: F.cross_entropy(z, y, weight=CLASSES),
+    "smoothed": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y),
+    "sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+    "sum by count": lambda z, y: F.cross_entropy(z, y, reduction="sum") / (y >= 0).sum(),
+    "own mean": lambda z, y: F.cross_entropy(z, y, reduction="none").sum() / (y >= 0).sum(),
+    "mean of all": lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
+    "squares": lambda z, y: F.mse_loss(z, torch.ones_like(z)),
+    "two of one kind": lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(-z, y),
+    "something added": lambda z, y: F.cross_entropy(z, y) + 0.0 * z.mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_weights(name: str) -> None:
+    whole, parts = Toy(LOSSES[name]), Toy(LOSSES[name])
+    loss = whole(**toy_batch())
+    loss.backward()
+    got = train_step(parts, toy_batch(), microbatches=4)
+    assert got.item() == pytest.approx(loss.item())
+    torch.testing.assert_close(parts.layer.weight.grad, whole.layer.weight.grad)
+
+
+def test_a_sum_divided_by_a_given_number_adds_up() -> None:
+    whole, parts = Toy(LOSSES["sum"]), Toy(LOSSES["sum"])
+    whole(**toy_batch(), n=5).backward()
+    train_step(parts, {**toy_batch(), "n": 5}, microbatches=4)
+    torch.testing.assert_close(parts.layer.weight.grad, whole.layer.weight.grad)
+
+
+def test_stated_weights() -> None:
+    for weigh, loss in (("rows", lambda z, y: z.pow(2).mean()), ("sum", lambda z, y: z.pow(2).sum())):
+        whole, parts = Toy(loss), Toy(loss)
+        whole(**toy_batch()).backward()
+        train_step(parts, toy_batch(), microbatches=4, weigh=weigh)
+        torch.testing.assert_close(parts.layer.weight.grad, whole.layer.weight.grad)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unknown": (lambda z, y: z.pow(2).mean(), 'no loss function of torch.*weigh="rows"'),
+    "own reduction": (
+        lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.arange(len(z))).mean(),
+        "in its own way",
+    ),
+    "different counts": (
+        lambda z, y: F.cross_entropy(z, y) + F.mse_loss(z, torch.ones_like(z)),
+        "count different things",
+    ),
+    "no loss": (lambda z, y: {"logits": z}, "has no loss to train on"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_right_weights(name: str) -> None:
+    loss, said = REFUSED[name]
+    model = Toy(loss)
+    model.layer.weight.grad = kept = torch.ones_like(model.layer.weight)
+    with pytest.raises(TrainError, match=said):
+        train_step(model, toy_batch(), microbatches=4)
+    assert model.layer.weight.grad is kept and bool((kept == 1).all())  # as before
+    assert model.layer.bias.grad is None
+
+
+def test_nothing_counted_at_all() -> None:
+    model = Toy(F.cross_entropy)
+    batch = toy_batch()
+    batch["y"][:] = -100
+    assert train_step(model, batch, microbatches=2).isnan()
+
+
+def test_copies_are_weighted_by_what_they_count() -> None:
+    told = []
+    for counts in ([4, 0], [1, 3]):
+        weights = Weights("tokens")
+        for n in counts:
+            y = torch.full((4,), -100)
+            y[:n] = 0
+            with Watch() as watch:
+                loss = F.cross_entropy(torch.zeros(4, 2), y)
+            weights.share(loss, watch)
+        told.append(weights.told()[1:4])
+    factor, loss = combined(told)
+    assert factor == 4 / 8 and loss == pytest.approx(torch.log(torch.tensor(2.0)).item())
+
+
+# ---------------------------------------------------------------- batches
+def test_rows_are_cut_where_they_are() -> None:
+    batch = {"ids": torch.arange(12).view(4, 3), "positions": torch.zeros(3, 4, 2), "n": 7,
+             "scale": torch.tensor(2.0), "past": [torch.ones(4, 1), None]}  # fmt: skip
+    parts = split_batch(batch, 2)
+    assert [part["ids"].tolist() for part in parts] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    assert parts[1]["positions"].shape == (3, 2, 2) and parts[1]["n"] == 7 and parts[0]["scale"] == 2
+    assert parts[0]["past"][0].shape == (2, 1) and parts[0]["past"][1] is None
+    assert split_batch({"x": torch.zeros(4, 4)}, 2)[0]["x"].shape == (2, 4)
+    assert split_batch({"x": torch.zeros(4, 2), "y": torch.zeros(4, 4)}, 2, {"y": 1})[0]["y"].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "said"),
+    [
+        ({"x": torch.zeros(6, 2)}, 4, "a batch of 6 rows does not make 4 equal micro-batches"),
+        ({"x": torch.zeros(6, 2), "y": torch.zeros(6, 1), "z": torch.zeros(3, 6, 6)}, 2, "more than one dim"),
+        ({"x": torch.zeros(6, 2), "y": torch.zeros(6, 1), "z": torch.zeros(5)}, 2, "z, .*no dim of"),
+        ({"n": 3}, 2, "no tensor with rows"),
+        (torch.zeros(4), 2, "give a dict"),
+    ],
+)
+def test_batches_that_can_not_be_cut(batch: Any, count: int, said: str) -> None:
+    with pytest.raises(TrainError, match=said):
+        split_batch(batch, count)
+
+
+def test_words_that_are_not_known() -> None:
+    with pytest.raises(TrainError, match="choose one of 1f1b, gpipe"):
+        train_step(Toy(F.cross_entropy), toy_batch(), 2, "2f2b")
+    with pytest.raises(TrainError, match="choose one of tokens"):
+        train_step(Toy(F.cross_entropy), toy_batch(), 2, weigh="words")
