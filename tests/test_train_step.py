@@ -93,13 +93,13 @@ def own_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-Job = tuple[str, str, int, int, int]  # model, schedule, micro-batches, stages, backwards
+Job = tuple[tuple[int, int, int], str, str, int, int, int]  # mesh, model, schedule, micro-batches, stages, steps
 
 
-def _staged(rank: int, tp: int, pp: int, dp: int, jobs: list[Job]) -> list[Any]:
+def _staged(rank: int, jobs: list[Job]) -> list[Any]:
     results = []
-    for name, schedule, count, stages, times in jobs:
-        model, inputs = staged(name, tp, pp, dp, stages)
+    for mesh, name, schedule, count, stages, times in jobs:
+        model, inputs = staged(name, *mesh, stages)
         batch = part_of(padded_batch(inputs), *autotp.data_rank(model))
         for _ in range(times):
             loss = train_step(model, batch, count, schedule).item()
@@ -108,9 +108,9 @@ def _staged(rank: int, tp: int, pp: int, dp: int, jobs: list[Job]) -> list[Any]:
     return results
 
 
-def check(tp: int, pp: int, dp: int, jobs: list[Job]) -> None:
-    ranks = run(tp * pp * dp, _staged, tp, pp, dp, jobs)
-    for i, (name, *_, times) in enumerate(jobs):
+def check(size: int, jobs: list[Job]) -> None:
+    ranks = run(size, _staged, jobs)
+    for i, (_, name, *_, times) in enumerate(jobs):
         loss, grads, norm = whole_step(name, times)
         seen: set[str] = set()
         for results in ranks:
@@ -126,18 +126,16 @@ def check(tp: int, pp: int, dp: int, jobs: list[Job]) -> None:
 
 def test_schedules_over_two_stages() -> None:
     """gpt2: tied embedding and head, dropout off; t5: two values cross, one is only handed on."""
-    jobs = [("gpt2", schedule, 4, 2, 2) for schedule in ("gpipe", "zero-bubble")]
-    jobs += [("gpt2", "interleaved", 4, 4, 1), ("t5", "1f1b", 2, 2, 1), ("t5", "zero-bubble", 4, 4, 1)]
-    check(1, 2, 1, jobs)
+    pp = (1, 2, 1)
+    jobs: list[Job] = [(pp, "gpt2", schedule, 4, 2, 2) for schedule in ("gpipe", "zero-bubble")]
+    jobs += [(pp, "gpt2", "interleaved", 4, 4, 1), (pp, "t5", "1f1b", 2, 2, 1)]
+    check(2, [*jobs, (pp, "t5", "zero-bubble", 4, 4, 1)])
 
 
-def test_stages_of_tensor_parallel_ranks() -> None:
-    """Key-value rows held twice, and norms over heads, whose gradients are corrected over tp."""
-    check(2, 2, 1, [("llama_mqa", "zero-bubble", 4, 2, 1), ("qwen3", "1f1b", 4, 2, 2)])
-
-
-def test_copies_of_stages() -> None:
-    check(1, 2, 2, [("llama_tied", "1f1b", 2, 2, 2)])
+def test_stages_of_tensor_parallel_ranks_and_copies_of_stages() -> None:
+    """Key-value rows held twice, and norms over heads: gradients that are corrected over tp."""
+    jobs: list[Job] = [((2, 2, 1), "llama_mqa", "zero-bubble", 4, 2, 1), ((2, 2, 1), "qwen3", "1f1b", 4, 2, 2)]
+    check(4, [*jobs, ((1, 2, 2), "llama_tied", "1f1b", 2, 2, 2)])
 
 
 @pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])
