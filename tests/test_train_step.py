@@ -93,7 +93,8 @@ def own_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-Job = tuple[tuple[int, int, int], str, str, int, int, int]  # mesh, model, schedule, micro-batches, stages, steps
+# tp, pp and dp; model, schedule, micro-batches, stages, steps
+Job = tuple[tuple[int, int, int], str, str, int, int, int]
 
 
 def _staged(rank: int, jobs: list[Job]) -> list[Any]:
@@ -134,7 +135,8 @@ def test_schedules_over_two_stages() -> None:
 
 def test_stages_of_tensor_parallel_ranks_and_copies_of_stages() -> None:
     """Key-value rows held twice, and norms over heads: gradients that are corrected over tp."""
-    jobs: list[Job] = [((2, 2, 1), "llama_mqa", "zero-bubble", 4, 2, 1), ((2, 2, 1), "qwen3", "1f1b", 4, 2, 2)]
+    both = (2, 2, 1)
+    jobs: list[Job] = [(both, "llama_mqa", "zero-bubble", 4, 2, 1), (both, "qwen3", "1f1b", 4, 2, 2)]
     check(4, [*jobs, ((1, 2, 2), "llama_tied", "1f1b", 2, 2, 2)])
 
 
