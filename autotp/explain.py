@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from .advice import advice
 from .axes import Axis, leaves, show
 from .flow import Edge
 from .graph import describe
@@ -81,3 +82,7 @@ def _whole(out: Text, found: Analysis, leaf: Axis, label: str) -> None:
                 forbids.setdefault(forbid.why, describe(node))
     for because, where in list(forbids.items())[:3]:
         out.append(f"      {where}: {because}\n", "dim")
+    helps = [advice(because) for because in (found.choice.rejected.get(leaf), *forbids) if because]
+    helps.sort(key=lambda line: line.startswith("nothing"))
+    if helps:
+        out.append(f"      what would help: {helps[0]}\n", "dim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,6 +180,9 @@ class GraphIndex:
         return [i for i, d in enumerate(dims) if isinstance(d, Axis) and leaf in leaves(d)]
 
 
+_TORCH = str(Path(torch.__file__).parent)
+
+
 def describe(node: fx.Node) -> str:
     """`layers.0.mlp: softmax (modeling_x.py:12)`: an operation, where a reader finds it."""
     name = (
@@ -187,7 +191,9 @@ def describe(node: fx.Node) -> str:
     site = node.meta.get("site")
     where = ""
     if site is not None and site.frames:
-        frame = site.frames[-1]
+        # The model's own line, not that of torch's module which it calls.
+        own = [f for f in site.frames if not f.code.co_filename.startswith(_TORCH)]
+        frame = (own or site.frames)[-1]
         where = f" ({frame.code.co_filename.rsplit('/', 1)[-1]}:{frame.lineno})"
     scope = node.meta.get("scope") or "the model"
     return f"{scope}: {name}{where}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .advice import advice
 from .axes import Axis, leaves
 from .capture import CapturedGraph, capture
 from .choose import Choice, choose
@@ -363,6 +364,10 @@ def warn_replicated(result: Plan, strict: bool) -> None:
     text = f"{len(kept)} block weights of {result.model} stay whole on every rank:\n" + "\n".join(lines[:12])
     if len(lines) > 12:
         text += f"\n  … and {len(lines) - 12} more (print the plan)"
+    helps = [advice(part) for why in kept.values() for part in why.split("; axis of ")]
+    useful = [line for line in dict.fromkeys(helps) if not line.startswith("nothing")]
+    if useful:
+        text += "\nWhat would help: " + "; or ".join(useful[:3])
     if strict:
         raise PlanError(text + "\nPass strict=False to run with them replicated.")
     warnings.warn(text, stacklevel=3)

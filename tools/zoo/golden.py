@@ -193,7 +193,10 @@ def _examine(cls: str, model_type: str, folder: Path) -> None:
     model: Any = build(cls, model_type)
     inputs = tiny.inputs(model, example_inputs)
     plan = autotp.plan(model, TP, example_inputs=inputs)
-    row = compare(model, plan) if model.tp_plan else {}
+    cut = sum(p.layout is not None for p in plan.params.values())
+    left = sorted({plain(why) for why in plan.styles.left_out.values()})
+    row = compare(model, plan) if model.tp_plan else {"left_out": left}
+    row |= {"cut": cut, "said": cut - sum(glob(n) in plan.styles.left_out for n in plan.params)}
     experts = getattr(model.config, "_experts_implementation", None)
     options = {"dtype": torch.float64, **({"experts_implementation": experts} if experts else {})}
     model.save_pretrained(folder / "model")
@@ -283,7 +286,7 @@ def judge(cls: str, model_type: str) -> Row:
         if failed:
             return {**row, "failed": portable(failed)}
         row |= json.loads((folder / "row.json").read_text())
-        for plan in ("theirs", "ours") if "alike" in row else ("ours",):
+        for plan in ("theirs", "ours") if "alike" in row else ("ours",) if row["said"] else ():
             failed = alone(
                 _run, f"{plan}.failed", *((rank, cls, plan == "theirs", folder) for rank in range(TP))
             )
@@ -299,6 +302,8 @@ def judge(cls: str, model_type: str) -> Row:
 
 def page(rows: list[Row], versions: str) -> str:
     compared = [r for r in rows if "alike" in r]
+    without = [r for r in rows if "alike" not in r and r.get("ships") is False]
+    rows = [r for r in rows if r not in without]
     same = [r for r in compared if not r["differ"]]
     lines = [
         "# The plans of transformers, and autotp's",
@@ -320,6 +325,8 @@ def page(rows: list[Row], versions: str) -> str:
         f"- Share of the block weights that is sharded, the mean: theirs {_mean(compared, 0)}, "
         f"ours {_mean(compared, 1)}.",
         f"- {len(rows) - len(compared)} classes could not be compared: the table says why.",
+        f"- {len(without)} classes come with no plan; `Plan.to_tp_plan()` runs right in transformers for "
+        f"{_right(without, 'ours')} of the {sum('ours' in r for r in without)} that could be tried.",
         "",
         "| difference | classes | parameters |",
         "|---|---|---|",
@@ -350,6 +357,20 @@ def page(rows: list[Row], versions: str) -> str:
         )
     for row in [r for r in rows if "alike" not in r]:
         lines.append(f"| {row['class']} | | | | {row.get('failed', '')[:160].replace('|', '/')} | |")
+    if without:
+        lines += [
+            "",
+            "## Classes that come with none",
+            "",
+            "Of the parameters that autotp shards, how many styles can say; what is left out stays whole.",
+            "",
+            "| class | sharded | said | runs | left out because |",
+            "|---|---|---|---|---|",
+        ]
+    for row in without:
+        why = " / ".join(row.get("left_out", [])[:2]) or row.get("failed", "")[:160].replace("|", "/")
+        counts = f"{row.get('cut', '')} | {row.get('said', '')}"
+        lines.append(f"| {row['class']} | {counts} | {row.get('ours', '')} | {why} |")
     lines += ["", "## What differs", ""]
     for row in compared:
         if not (row["differ"] or row["unmatched"]):
@@ -378,7 +399,7 @@ def _kind(theirs: str, ours: str, why: str) -> str:
 
 
 def _right(rows: list[Row], whose: str) -> int:
-    return sum(row[whose] == "right" for row in rows)
+    return sum(row.get(whose) == "right" for row in rows)
 
 
 def _mean(rows: list[Row], which: int) -> str:
@@ -388,6 +409,7 @@ def _mean(rows: list[Row], which: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="only these classes, comma separated; done again")
+    parser.add_argument("--all", action="store_true", help="the classes without a plan of their own as well")
     parser.add_argument("--page", action="store_true", help="only write the page from the rows there are")
     given = parser.parse_args(arguments)
     rows: dict[str, Row] = {}
@@ -400,8 +422,8 @@ def main(arguments: list[str] | None = None) -> int:
     for cls, model_type in () if given.page else tiny.archs("causal-lm"):
         made = getattr(transformers, cls)
         ships = getattr(made, "_tp_plan", None) or getattr(made.config_class, "base_model_tp_plan", None)
-        if (cls in only) if only else (cls not in rows and ships):
-            row = rows[cls] = judge(cls, model_type)
+        if (cls in only) if only else (cls not in rows and (ships or given.all)):
+            row = rows[cls] = {**judge(cls, model_type), "ships": bool(ships)}
             RESULTS.write_text("".join(json.dumps(rows[c]) + "\n" for c in sorted(rows)))
             print(cls, row.get("alike"), row.get("parameters"), row.get("theirs"), "|", row.get("ours"),
                   row.get("failed", ""), flush=True)  # fmt: skip
