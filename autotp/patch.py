@@ -388,8 +388,7 @@ def patch_forward(
         raise PatchError(f"{name}: {error}") from error
     forward = _replace(module.forward, rewritten)
     if forward is None:
-        error = f"{name}: its forward is not the {rewritten.old.co_name} that was recorded"
-        raise PatchError(error).at(name)
+        raise PatchError(f"{name}: its forward is not the {rewritten.old.co_name} that was recorded").at(name)
     module.forward = forward
     module._autotp_patch = _Record(tuple(rewritten.diff))  # type: ignore[assignment]
     return forward

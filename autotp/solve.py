@@ -107,10 +107,14 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
     return solution
 
 
-def unmet(index: GraphIndex, choice: Choice, rank: int) -> Iterator[Want]:
-    """The ints that the model's own code would get wrong on this rank, were no attribute made local."""
+def unmet(index: GraphIndex, choice: Choice, rank: int) -> Iterator[tuple[Want, int | None]]:
+    """The ints that the model's own code would get wrong on this rank, were no attribute made local, and what
+    it would get."""
     shapes = LocalShapes(index, choice, rank)
-    return (want for want in wanted_ints(index, shapes) if _gives(want, {}, shapes) != want.wanted)
+    for want in wanted_ints(index, shapes):
+        given = _gives(want, {}, shapes)
+        if given != want.wanted:
+            yield want, given
 
 
 def _passed_on(frame: Frame) -> bool:

@@ -107,9 +107,9 @@ class Translation:
         """Styles by glob, for the axes that can be said; the others are in `refused`."""
         flows = self.found.choice.flows
         for rank in {0, self.tp - 1}:
-            for want in unmet(self.index, self.found.choice, rank):
+            for want, given in unmet(self.index, self.found.choice, rank):
                 for axis in want.axes or set(flows):
-                    why = f"{describe(want.node)}: its size {want.value} would have to be {want.wanted}"
+                    why = f"{describe(want.node)}: a size would be {given} and must be {want.wanted}"
                     if axis in flows:
                         self.refused.setdefault(axis, why)
         said: dict[Axis, Said] = {}
@@ -168,6 +168,12 @@ class Translation:
                 handled |= self._leaf(flow, node, own, plan, said)
             for node in self.attr_nodes[name]:
                 self._attribute(node, name, plan.layout, said)
+        for name in sorted(flow.params):
+            plan = self.params[name]
+            for other in (name, *plan.also) if plan.also else ():
+                assert plan.layout is not None
+                if other.rpartition(".")[0] not in said.styles:  # a name by which the code does not use it
+                    said.say(other, self._of_parameter(other, plan.layout))
         for edge in flow.edges:
             if edge not in handled:
                 at = describe(edge.user or edge.source)
@@ -250,25 +256,28 @@ class Translation:
 
     def _attribute(self, node: fx.Node, name: str, layout: ParamLayout, said: Said) -> None:
         """The style of a parameter that its module's own code uses."""
-        owner, _, own = name.rpartition(".")
+        owner = name.rpartition(".")[0]
         if not any(self.within(c, node) for c in self.calls[owner]):
             raise Unsayable(f"{name} is used outside of the forward of {owner or 'the model'}")
-        ndim, dims, even = len(layout.shape), set(layout.dims), cuts(layout, self.tp)
+        dims, even = set(layout.dims), cuts(layout, self.tp)
         if said.styles.get(owner) == "embedding_rowwise":
             if even != 1 or dims != {0}:
                 raise Unsayable(f"{name}: no style for this split of an embedding")
             return
-        if even == 1 and dims == {max(ndim - 2, 0)}:
-            style = "colwise"
-        elif even == 1 and dims == {ndim - 1} and own != "bias":
-            style = "rowwise"
-        elif even == 2 and ndim > 1 and dims in ({ndim - 2}, {ndim - 1}):
-            style = "packed_colwise" if dims == {ndim - 2} else "packed_rowwise"
-        else:
-            raise Unsayable(f"{name}: no style for its layout (dims {sorted(dims)}, {_first(layout)})")
-        said.say(name, style)
+        said.say(name, self._of_parameter(name, layout))
         if owner not in said.experts:
             said.say(owner, "local_params")
+
+    def _of_parameter(self, name: str, layout: ParamLayout) -> str:
+        """The style that cuts a parameter alone."""
+        ndim, dims, even = len(layout.shape), set(layout.dims), cuts(layout, self.tp)
+        if even == 1 and dims == {max(ndim - 2, 0)}:
+            return "colwise"
+        if even == 1 and dims == {ndim - 1} and name.rpartition(".")[2] != "bias":
+            return "rowwise"
+        if even == 2 and ndim > 1 and dims in ({ndim - 2}, {ndim - 1}):
+            return "packed_colwise" if dims == {ndim - 2} else "packed_rowwise"
+        raise Unsayable(f"{name}: no style for its layout (dims {sorted(dims)}, {_first(layout)})")
 
     def within(self, call: ModuleCall, node: fx.Node) -> bool:
         return call.first <= self.index.order[node] <= call.last

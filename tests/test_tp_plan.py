@@ -62,7 +62,7 @@ def loaded_by_transformers(rank: int, cases: dict[str, Case]) -> Any:
 
 RUN = [  # with plans of their own and without, of all kinds of layers
     "llama_gqa", "llama_3heads", "llama_mqa", "llama_tied", "phi3", "mixtral", "qwen3_moe", "deepseek_v3",
-    "gpt_oss", "olmo2", "gpt_neox", "gpt2", "opt", "stablelm", "bert",
+    "gpt_oss", "olmo2", "gpt_neox", "gpt2", "opt", "stablelm", "bert", "gemma3",
 ]  # fmt: skip
 
 
