@@ -12,6 +12,7 @@ from torch import nn
 from whole import EXACT, FLOAT32, assert_close, assert_same_grads, forward_and_grads, on_ranks
 
 import autotp
+from autotp.errors import CaptureError
 from autotp.plan import Plan
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -296,6 +297,79 @@ def x_transformer(options: str) -> Built:
     return finished(x.TransformerWrapper(num_tokens=256, max_seq_len=32, attn_layers=layers)), {"x": ids()}
 
 
+# --- fair-esm -----------------------------------------------------------------------------------------------
+
+
+class Esm(nn.Module):
+    """fair-esm's ESM-2, run as its own forward does where some token is padding.
+
+    That forward asks whether there is padding at all, which a recording can't know: see the test below.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        esm2 = pytest.importorskip("esm.model.esm2", reason="fair-esm is not installed")
+        self.model = esm2.ESM2(num_layers=2, embed_dim=64, attention_heads=4, token_dropout=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        padding = tokens.eq(self.model.padding_idx)
+        x = self.model.embed_tokens(tokens) * (1 - padding.unsqueeze(-1).type_as(self.model.lm_head.weight))
+        x = x.transpose(0, 1)
+        for layer in self.model.layers:
+            x, _ = layer(x, self_attn_padding_mask=padding)
+        return self.model.lm_head(self.model.emb_layer_norm_after(x).transpose(0, 1))
+
+
+def esm() -> Built:
+    torch.manual_seed(0)
+    model = finished(Esm())
+    tokens = ids(vocab=24).clamp(min=4)
+    tokens[0, -3:] = model.model.padding_idx  # type: ignore[union-attr]
+    return model, {"tokens": tokens}
+
+
+def test_esm_by_itself_is_its_own_forward() -> None:
+    model, inputs = esm()
+    inner: Any = model.model
+    assert_close(model(**inputs), inner(inputs["tokens"])["logits"])
+
+
+def test_a_question_to_the_data_is_refused_with_its_line() -> None:
+    inner: Any = esm()[0].model
+    with pytest.raises(CaptureError, match=r"esm2\.py:\d+ in forward\) needs the values of a tensor"):
+        autotp.plan(inner, tp=2, example_inputs=esm()[1])
+
+
+# --- curated-transformers -----------------------------------------------------------------------------------
+
+
+def curated(cls: str, **settings: Any) -> Built:
+    missing = "curated-transformers is not installed"
+    models = pytest.importorskip("curated_transformers.models", reason=missing)
+    from curated_transformers.layers import AttentionMask
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_width=64, n_hidden_layers=2, n_pieces=256, dtype=torch.float64)
+    config = getattr(models, cls.replace("CausalLM", "Config"))(**sizes, **settings)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, :3] = False
+    inputs = {"piece_ids": ids(), "attention_mask": AttentionMask(mask)}
+    return finished(getattr(models, cls)(config)), inputs
+
+
+CURATED: dict[str, Callable[[], Built]] = {
+    "curated llama": lambda: curated(
+        "LlamaCausalLM", n_query_heads=4, n_key_value_heads=2, rotary_embedding_fraction=1.0,
+        intermediate_width=128,
+    ),
+    "curated falcon": lambda: curated(
+        "FalconCausalLM", n_query_heads=4, n_key_value_heads=2, new_decoder_architecture=True
+    ),
+    "curated gpt-neox": lambda: curated("GPTNeoXCausalLM", n_attention_heads=4, intermediate_width=128),
+    "curated mpt": lambda: curated("MPTCausalLM", n_attention_heads=4, intermediate_width_multiplier=2),
+}  # fmt: skip
+
+
 # --- all of them --------------------------------------------------------------------------------------------
 
 OTHERS: dict[str, Callable[[], Built]] = {
@@ -304,10 +378,17 @@ OTHERS: dict[str, Callable[[], Built]] = {
     "nn.Transformer": translator,
     "nn.MultiheadAttention": pooler,
     "einops vit": einops_vit,
+    "esm": esm,
+    **CURATED,
     **{f"x-transformers: {name}": (lambda name=name: x_transformer(name)) for name in X_OPTIONS},
 }
 # Where less than 0.9 of the block weights can be sharded: the share there is, and why.
-PARTLY = {("x-transformers: grouped heads", 4): 0.7}  # 2 key heads over 4 ranks: their groups are not split
+PARTLY = {
+    ("x-transformers: grouped heads", 4): 0.7,  # 2 key heads over 4 ranks: their groups are not split
+    ("curated llama", 2): 0.8,  # its one rotary table turns keys and queries: keys stay whole
+    **{("curated gpt-neox", tp): 0.5 for tp in (2, 4)},  # the heads of q and of k, v are counted apart
+    **{("curated mpt", tp): 0.2 for tp in (2, 4)},  # the embedding is looked up, and multiplied as a head
+}
 IN_FLOAT32 = {"x-transformers: alibi"}  # its softmax is in float32 where there is a bias
 BOTH_DEGREES = {name for name in OTHERS if ":" not in name} | {
     "x-transformers: plain",
