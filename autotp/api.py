@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .comm import Comm, agree
+from .comm import Comm, ThreadComm, agree
 from .data_parallel import keep_copies_alike
 from .errors import AutotpError, CaptureError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .mesh import Mesh, attach
+from .pipeline.absent import QuietComm
+from .pipeline.channel import channel
+from .pipeline.install import install
 from .pipeline.units import find_units
 from .plan import Plan
 from .planner import plan_and_analysis, warn_replicated, warn_unexamined
 from .rewrite import rewrite
 from .same import SameBatch, same_weights
 from .save import install_save
-from .state import refuse_partial_saves
+from .state import ShardState, refuse_partial_saves
 
 
 def parallelize(
@@ -28,20 +32,25 @@ def parallelize(
     dp: int = 1,
     ep: int = 1,
     *,
+    stages: Sequence[str] | int | None = None,
     zero: int = 0,
     policy: Any = None,
     strict: bool = False,
     example_inputs: Any = None,
     comm: Comm | Mesh | None = None,
 ) -> nn.Module:
-    """Rewrite `model` in place to run over `dp * tp` processes, and return it: the same object, split.
+    """Rewrite `model` in place to run over `dp * pp * tp` processes, and return it: the same object, split.
 
     model: any nn.Module, the same on every rank. tp: number of tensor-parallel ranks (None: all processes
-    that dp leaves). dp: number of copies that train on different data (`data_rank` tells which). After
-    `loss.backward()` every copy has the mean of their gradients, each copy's loss counting alike, as under
-    torch's DistributedDataParallel; `no_sync` puts the exchange off while gradients accumulate. zero: what
-    the copies share out instead of each holding all of it, by FSDP2: 1 the optimizer's states, 2 the
-    gradients too, 3 the parameters too. `p` and `p.grad` are then DTensors outside of forward and backward.
+    that pp and dp leave). pp: number of pipeline stages; each rank holds its stage's parameters and caches
+    only. Call the model, or its `generate`, on every rank without gradients, with the same inputs: every
+    rank gets the whole output. Train with `train_step`. stages: the first unit of every stage but the first,
+    as module paths (None: stages that cost alike); or the number of stages, several for each rank.
+    dp: number of copies that train on different data (`data_rank` tells which). After `loss.backward()` every
+    copy has the mean of their gradients, each copy's loss counting alike, as under torch's
+    DistributedDataParallel; `no_sync` puts the exchange off while gradients accumulate. zero: what the copies
+    share out instead of each holding all of it, by FSDP2: 1 the optimizer's states, 2 the gradients too, 3
+    the parameters too. `p` and `p.grad` are then DTensors outside of forward and backward.
     ep: `tp` to split experts by expert: each rank computes the choices that fell on its own, and the results
     are summed. 1 splits every expert's hidden units.
     policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
@@ -56,17 +65,15 @@ def parallelize(
     Raises LaunchError (not under torchrun, tp does not fit), CaptureError, PlanError, PolicyError, and
     RankError where another rank failed or the ranks' models differ.
     """
-    if pp != 1:
-        raise PlanError(f"pp={pp}: this version has no pipeline yet; use pp=1.")
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
         raise CaptureError(f"{kind} is no torch.nn.Module with a forward in Python: give the model itself.")
-    mesh = comm if isinstance(comm, Mesh) else Mesh.of(comm) if comm is not None else attach(tp, pp, dp)
-    ranks = mesh.tp
-    if tp is not None and ranks.size != tp:
-        raise PlanError(f"tp={tp}, but there are {ranks.size} ranks.")
-    if comm is not None and dp not in (1, mesh.dp.size):
-        raise PlanError(f"dp={dp}, but there are {mesh.dp.size} copies in the mesh.")
+    mesh = mesh_over(comm, tp, pp, dp)
+    ranks: Comm = mesh.tp if mesh.pp.size == 1 or mesh.tp.size == 1 else QuietComm(mesh.tp)
+    count, cuts = _stage_count(mesh.pp.size, stages)
+    if zero and mesh.pp.size > 1:
+        raise PlanError(f"zero={zero} with pp={mesh.pp.size}: copies of stages can't share out what they "
+                        "hold yet; use zero=0.")
     if zero not in range(4) or (zero and mesh.dp.size == 1):
         raise PlanError(f"zero={zero} with dp={mesh.dp.size}: zero is 0, 1, 2 or 3, and shares out what "
                         "copies of the model hold; it needs dp of 2 or more.")
@@ -75,7 +82,9 @@ def parallelize(
     outcome: str | BaseException
     decided = None
     try:
-        decided, found = plan_and_analysis(model, ranks.size, policy, ep=ep, example_inputs=example_inputs)
+        decided, found = plan_and_analysis(
+            model, ranks.size, policy, ep=ep, pp=count, stages=cuts, example_inputs=example_inputs
+        )
         blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
         del found
         if ranks.size > 1 and not any(p.layout for p in decided.params.values()):
@@ -94,33 +103,68 @@ def parallelize(
         raise (outcome if isinstance(outcome, BaseException) else error) from None
     assert decided is not None
     same_weights(model, mesh.world)
+    line = channel(mesh.pp) if mesh.pp.size > 1 else None
     outcome = "rewritten"
     try:
         rewrite(model, decided, ranks)
-        model.autotp.mesh = mesh  # type: ignore[union-attr]
+        state: ShardState = model.autotp  # type: ignore[assignment]
+        state.mesh = mesh
+        if decided.stages is not None and line is not None:
+            state.pipeline = install(model, decided.stages, mesh.pp.rank, mesh.pp.size, line, str(mesh))
     except Exception as error:  # out of memory, say: the others must not wait for this rank
         outcome = error
     try:
         agree(mesh.world, outcome)
     except AutotpError as error:
         raise (outcome if isinstance(outcome, BaseException) else error) from None
-    if ranks.size > 1 or zero:
+    if mesh.copy.size > 1 or zero:
         refuse_partial_saves(model)
         install_save(model)
     if ranks.size > 1:
         model.register_forward_pre_hook(SameBatch(ranks), with_kwargs=True)
-        synchronise_generation(model, ranks)
         synchronise_rng(model, ranks)
+    if mesh.copy.size > 1:
+        synchronise_generation(model, mesh.copy)
         refuse_resize(model)
     if mesh.dp.size > 1:  # after all that wraps `generate`
         keep_copies_alike(model, mesh, zero, blocks)
     return model
 
 
+def mesh_over(comm: Comm | Mesh | None, tp: int | None, pp: int, dp: int) -> Mesh:
+    """The mesh to work on: the given one, one over the given ranks, or that of this process."""
+    if comm is None:
+        return attach(tp, pp, dp)
+    mesh = comm if isinstance(comm, Mesh) else None
+    if mesh is None and isinstance(comm, ThreadComm) and pp * dp > 1:
+        mesh = Mesh.split(comm, tp or comm.size // (pp * dp), pp, dp)
+    mesh = mesh or Mesh.of(comm)  # type: ignore[arg-type]
+    if tp is not None and mesh.tp.size != tp:
+        raise PlanError(f"tp={tp}, but there are {mesh.tp.size} ranks.")
+    if pp not in (1, mesh.pp.size):
+        raise PlanError(f"pp={pp}, but there are {mesh.pp.size} stages in the mesh.")
+    if dp not in (1, mesh.dp.size):
+        raise PlanError(f"dp={dp}, but there are {mesh.dp.size} copies in the mesh.")
+    return mesh
+
+
+def _stage_count(pp: int, stages: Sequence[str] | int | None) -> tuple[int, Sequence[str] | None]:
+    """How many stages there are, and where they are cut if that is stated."""
+    if stages is None:
+        return pp, None
+    count = stages if isinstance(stages, int) else pp if isinstance(stages, str) else len(stages) + 1
+    if count % pp or count < pp:
+        given = f"{count} stages" if isinstance(stages, int) else f"the {count - 1} cuts in stages"
+        raise PlanError(f"pp={pp} with {given}: every rank takes the same number of stages; state {pp - 1} "
+                        "cuts.")
+    return count, None if isinstance(stages, int) else stages
+
+
 def _for_comparison(plan: Plan) -> str:
     """The plan as lines of which the first that differs tells most, for `agree`."""
     params = [f"{name} {list(p.shape)}, {p.placement}" for name, p in plan.params.items()]
-    return "\n".join([plan.model, f"tp={plan.tp}", *params, f"a plan of digest {plan.digest}"])
+    cuts = plan.stages.lines() if plan.stages is not None else []
+    return "\n".join([plan.model, f"tp={plan.tp}", *params, *cuts, f"a plan of digest {plan.digest}"])
 
 
 def _nothing_split(plan: Plan) -> str:

@@ -25,19 +25,21 @@ class Mesh:
     """This rank's peers along each dim: those whose place differs in that dim only.
 
     tp: the ranks that split tensors. pp: rank p owns stage p. dp: the copies that take other data. world: all
-    of them, in rank order, for what everyone must agree on. devices: the same as torch's DeviceMesh, with the
-    dims of more than one rank by name; None where there are no processes to speak of.
+    of them, in rank order, for what everyone must agree on. copy: those of them that make up this copy of the
+    model, tp × pp. devices: the same as torch's DeviceMesh, with the dims of more than one rank by name; None
+    where there are no processes to speak of.
     """
     tp: Comm
     pp: Comm
     dp: Comm
     world: Comm
+    copy: Comm
     devices: DeviceMesh | None = None
 
     @classmethod
     def of(cls, tp: Comm) -> Mesh:
         """Tensor-parallel ranks alone: whoever `tp` stands for (processes, threads, nobody)."""
-        return cls(tp, ShapeComm(0, 1), ShapeComm(0, 1), tp)
+        return cls(tp, ShapeComm(0, 1), ShapeComm(0, 1), tp, tp)
 
     @classmethod
     def split(cls, world: ThreadComm, tp: int = 1, pp: int = 1, dp: int = 1) -> Mesh:
@@ -47,7 +49,8 @@ class Mesh:
         for dim in (2, 1, 0):
             lines = places.movedim(dim, -1).flatten(0, 1).tolist()
             comms.append(world.split(lines) if places.shape[dim] > 1 else ShapeComm(0, 1))
-        return cls(comms[0], comms[1], comms[2], world)
+        copy = world if dp == 1 else world.split(places.flatten(1).tolist()) if pp * tp > 1 else comms[0]
+        return cls(comms[0], comms[1], comms[2], world, copy)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -117,10 +120,21 @@ def _mesh(sizes: dict[str, int], world: int) -> Mesh:
         whole: Comm = ProcessComm()
     elif len(split) == 1:
         whole = comms[next(iter(split))]
-    else:                                        # every process takes part in making every group
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        whole = ProcessComm(groups[dist.get_rank() // size])
-    return Mesh(comms["tp"], comms["pp"], comms["dp"], whole, devices)
+    else:
+        whole = _blocks(size, world)
+    if sizes["dp"] == 1:
+        copy = whole
+    elif 1 in (sizes["tp"], sizes["pp"]):
+        copy = comms["tp"] if sizes["pp"] == 1 else comms["pp"]
+    else:
+        copy = _blocks(sizes["pp"] * sizes["tp"], world)
+    return Mesh(comms["tp"], comms["pp"], comms["dp"], whole, copy, devices)
+
+
+def _blocks(size: int, world: int) -> Comm:
+    """This process's group where every `size` consecutive ranks are one. Every process makes every group."""
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return ProcessComm(groups[dist.get_rank() // size])
 
 
 def _asked(tp: int | None, pp: int, dp: int) -> str:

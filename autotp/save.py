@@ -25,6 +25,7 @@ from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
 from .lazy import LazyTensor, lazy, read_in_blocks
+from .pipeline.absent import Absent
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
 from .state import Held, whole_of_copies
@@ -177,6 +178,8 @@ class Gathered:
     local: Tensor
     held: Held | None
     comm: Comm
+    stages: Comm | None = None  # the ranks of all stages, where some lack the tensor
+    stage: int = 0  # the first that holds it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,6 +187,12 @@ class Gathered:
 
     def fill(self, dest: Tensor, region: Region) -> None:
         """Put the part `region` of the whole into `dest`, on every rank; of replicated tensors, on rank 0."""
+        if not isinstance(self.local, Absent):
+            self._gather(dest, region)
+        if self.stages is not None:
+            dest.copy_(self.stages.broadcast(dest, self.stage))
+
+    def _gather(self, dest: Tensor, region: Region) -> None:
         layout = None if self.held is None else self.held.layout
         local = whole_of_copies(self.local.detach())
         if layout is None or self.comm.size == 1:
@@ -293,8 +302,18 @@ def _entries(
     for name in saved_names(model, state):
         how = held.get(id(state[name]))
         shape = state[name].shape if how is None or how.layout is None else how.layout.shape
-        entries[name] = lazy(tuple(shape), state[name].dtype, Gathered(state[name], how, comm))
+        gathered = Gathered(state[name], how, comm, *_stages(model, name))
+        entries[name] = lazy(tuple(shape), state[name].dtype, gathered)
     return saved_entries(model, entries) if original_format else entries
+
+
+def _stages(model: nn.Module, name: str) -> tuple[Comm | None, int]:
+    """The ranks of all stages and the first that holds `name`; None where all hold it."""
+    split: Any = getattr(model, "autotp", None)
+    if split is None or split.pipeline is None:
+        return None, 0
+    holders = split.pipeline.holders(name)
+    return (split.mesh.pp, holders[0]) if len(holders) < split.pipeline.size else (None, 0)
 
 
 def _write_file(path: Path, entries: Mapping[str, LazyTensor], writes: bool) -> Exception | None:

@@ -17,9 +17,11 @@ from .errors import ShardStateError
 from .gradients import is_watched, watch
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
+from .pipeline.absent import Absent
 
 if TYPE_CHECKING:
     from .mesh import Mesh
+    from .pipeline.run import Pipeline
     from .plan import Plan
     from .replicas import Replica
     from .zero import Sharded
@@ -39,7 +41,7 @@ class ShardState:
 
     comm: the tensor-parallel ranks. held: by first name, every parameter or buffer that is not simply
     replicated. plan: what was done. mesh: all ranks. copies: what keeps the copies of the model alike that
-    see different data.
+    see different data. pipeline: this rank's stages and how they run, where there are several.
     """
     comm: Comm
     held: Mapping[str, Held]
@@ -47,6 +49,7 @@ class ShardState:
     owners: list[tuple[nn.Module, str, Held]] = field(default_factory=list, repr=False)
     mesh: Mesh | None = None
     copies: Replica | Sharded | None = field(default=None, repr=False)
+    pipeline: Pipeline | None = field(default=None, repr=False)
 
     @classmethod
     def prepare(cls, model: nn.Module, plan: Plan, comm: Comm) -> ShardState:
@@ -88,7 +91,7 @@ class ShardState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         return ShardState(self.comm, self.held, self.plan, copy.deepcopy(self.owners, memo), self.mesh,
-                          copy.deepcopy(self.copies, memo))
+                          copy.deepcopy(self.copies, memo), self.pipeline)
 
     def watch(self) -> None:
         """Put the gradients' hooks on the parameters that lack them."""
@@ -214,11 +217,29 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 full[name] = tensor              # extra state of a module
                 continue
             if id(tensor) not in done:
-                here = held.get(id(tensor))
-                mine = whole_of_copies(tensor.detach())
-                done[id(tensor)] = mine if here is None else _whole(mine, *here)
+                done[id(tensor)] = _from_stages(model, name, tensor, held.get(id(tensor)))
             full[name] = done[id(tensor)]
         return full
+
+
+def _from_stages(model: nn.Module, name: str, tensor: Tensor, here: tuple[Comm, Held] | None) -> Tensor:
+    """The whole tensor, from the tensor-parallel ranks of the first stage that holds it."""
+    full: Tensor | None = None
+    if not isinstance(tensor, Absent):
+        mine = whole_of_copies(tensor.detach())
+        full = mine if here is None else _whole(mine, *here)
+    state: ShardState | None = getattr(model, "autotp", None)
+    if state is None or state.pipeline is None or state.mesh is None:
+        assert full is not None
+        return full
+    holders = state.pipeline.holders(name)
+    if len(holders) == state.pipeline.size:
+        assert full is not None
+        return full
+    if full is None:
+        shape = tensor.shape if here is None or here[1].layout is None else here[1].layout.shape
+        full = torch.empty(tuple(shape), dtype=tensor.dtype, device=state.pipeline.lies())
+    return state.mesh.pp.broadcast(full, holders[0])
 
 
 def _held_by(module: nn.Module) -> Iterator[tuple[Comm, Mapping[str, Held]]]:

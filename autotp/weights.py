@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .api import parallelize
+from .api import mesh_over, parallelize
 from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree
-from .errors import AutotpError, CheckpointError, PlanError
+from .errors import AutotpError, CheckpointError
 from .lazy import fill
-from .mesh import Mesh, attach
+from .mesh import Mesh
+from .pipeline.absent import Absent
 from .plan import Plan
 from .presharded import find_shards
 from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
@@ -30,6 +31,7 @@ def load(
     pp: int = 1,
     dp: int = 1,
     *,
+    stages: Sequence[str] | int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     policy: Any = None,
@@ -43,14 +45,15 @@ def load(
     **overrides: Any,
 ) -> nn.Module:
     """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it
-    keeps.
+    keeps, of its own stages.
 
-    path: a directory in Hugging Face's layout, or a hub id. tp, dp, policy, strict, example_inputs, comm: as
-    for `parallelize`. dtype: of the parameters; None: the config's, else the checkpoint's. device: None for
-    this process's GPU where the ranks talk over NCCL, else the CPU. allow_pickle: read .bin files where there
-    are no others, with torch's weights_only. allow_missing: initialise what the checkpoint lacks (rank 0's
-    values). allow_unexpected: leave out what the model has no place for. progress: a bar on rank 0 (None:
-    when stderr is a terminal). overrides: entries of the config (`attn_implementation="sdpa"`).
+    path: a directory in Hugging Face's layout, or a hub id. tp, pp, dp, stages, policy, strict,
+    example_inputs, comm: as for `parallelize`. dtype: of the parameters; None: the config's, else the
+    checkpoint's. device: None for this process's GPU where the ranks talk over NCCL, else the CPU.
+    allow_pickle: read .bin files where there are no others, with torch's weights_only. allow_missing:
+    initialise what the checkpoint lacks (rank 0's values). allow_unexpected: leave out what the model has no
+    place for. progress: a bar on rank 0 (None: when stderr is a terminal). overrides: entries of the config
+    (`attn_implementation="sdpa"`).
 
     Checkpoints that transformers converts on load (fused or split experts, other names) are converted first,
     cut after.
@@ -58,9 +61,7 @@ def load(
     Every rank must call it. Raises CheckpointError, with names, before anything is allocated: entries that
     are missing, unexpected, of another shape, truncated or damaged files, quantised weights, pickles that
     were not asked for. Raises ModelSourceError for the config, and what `parallelize` raises."""
-    if pp != 1:
-        raise PlanError(f"pp={pp}: this version has no pipeline yet; use pp=1.")
-    mesh = comm if isinstance(comm, Mesh) else Mesh.of(comm) if comm is not None else attach(tp, pp, dp)
+    mesh = mesh_over(comm, tp, pp, dp)
     ranks = mesh.tp
     where = torch.device(device) if device is not None else default_device(mesh.world)
     with together(mesh.world):
@@ -75,7 +76,9 @@ def load(
         apart = shards.apart if shards is not None else untied(model, found) if ranks.rank == 0 else []
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
-    parallelize(model, tp, policy=policy, strict=strict, example_inputs=example_inputs, comm=mesh)
+    parallelize(
+        model, tp, stages=stages, policy=policy, strict=strict, example_inputs=example_inputs, comm=mesh
+    )
     with together(mesh.world):
         if shards is not None:
             shards.check(made_plan(model))
@@ -156,7 +159,7 @@ def fill_shards(
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" and not isinstance(tensor, Absent):
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     lost = [mine[0] for mine in names.values() if not any(n in found for n in mine)]

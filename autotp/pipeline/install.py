@@ -42,7 +42,8 @@ def install(
     home = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     pipeline = Pipeline(stages, rank, size, channel, home, place)
     _drop_values(model, pipeline)
-    pipeline.trains = any(p.requires_grad for p in model.parameters() if not isinstance(p, Absent))
+    pipeline.trains = lambda: any(p.requires_grad for p in model.parameters())
+    pipeline.lies = lambda: next((t.device for t in _tensors(model) if not isinstance(t, Absent)), home)
     around = {""} | {path[:i] for path in stages.units for i, c in enumerate(path) if c == "."}
     for path in stages.units:
         module = model.get_submodule(path)
@@ -52,6 +53,12 @@ def install(
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             module.forward = EntryForward(path, module.forward, pipeline)
     return pipeline
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for _, tensor in tensors_of(module):
+            yield tensor
 
 
 def _drop_values(model: nn.Module, pipeline: Pipeline) -> None:

@@ -97,7 +97,8 @@ class Pipeline:
         self.mine = tuple(range(rank, stages.count, size))
         self.home = Home(device, self.mine)
         self.run: Run | None = None
-        self.trains = True                       # whether parameters of this rank want gradients
+        self.trains: Callable[[], bool] = lambda: True   # whether parameters want gradients
+        self.lies: Callable[[], torch.device] = lambda: device     # where the tensors are now
         self._hops = hops(stages, rank, size)
         self._crossing: dict[tuple[str, int], list[tuple[int, Key]]] = {}   # leaf of a call -> what it is
         for c in dict.fromkeys(c for crossings in stages.crossings for c in crossings):
@@ -248,7 +249,7 @@ class Pipeline:
     # ---------------------------------------------------------------- inference
     def enter(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The outermost call of a module of the model."""
-        if torch.is_grad_enabled() and self.trains:
+        if torch.is_grad_enabled() and self.trains():
             raise AutotpError(
                 f"this model is split into {self.stages.count} pipeline stages: gradients can't flow through "
                 "one call of it. Train with autotp.train_step(model, batch, microbatches=…); for inference, "
@@ -256,6 +257,7 @@ class Pipeline:
             )
         if self.channel is None:
             raise AutotpError(f"{self.place} has nobody to talk to")
+        self.home.device = self.lies()
         self.run = run = Run()
         self.channel.begin()
         try:
