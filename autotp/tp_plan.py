@@ -101,6 +101,7 @@ class Translation:
             for own in module._parameters:
                 name = f"{module_name}.{own}".lstrip(".")
                 self.names[glob(name)].append(name)
+        self.changed = {m: n for n in self.index.nodes for m in n.meta.get("mutates", ())}  # -> by what
         self.reduced_at = {a.source: places for a, places in found.realised.places if a.kind == "reduce"}
 
     def styles(self) -> dict[str, str]:
@@ -190,6 +191,9 @@ class Translation:
         gather = {e for e in flow.edges if e.kind == "gather" and e.source is node and e.user is None}
         cut = {e for e in flow.edges if e.kind == "slice" and e.user is node and e.path == (0,)}
         even = cuts(plan.layout, self.tp)
+        if node in self.changed:
+            where = describe(self.changed[node])
+            raise Unsayable(f"{where}: it changes in place what {path} gives, which a style gives as a view")
         if set(module._parameters) - {"weight", "bias"}:
             raise Unsayable(f"{path}: {kind} has parameters other than weight and bias")
         if isinstance(module, nn.Embedding):

@@ -156,6 +156,23 @@ def test_a_partial_gradient_that_nothing_sums_is_left_out() -> None:
     assert "partial gradient" in plan.styles.left_out["up.weight"]
 
 
+class InPlace(nn.Module):
+    """Autograd refuses a change in place of what transformers' styles give: a view made by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).mul_(2)
+
+
+def test_what_is_changed_in_place_is_left_out() -> None:
+    plan = autotp.plan(InPlace(), 2, example_inputs={"x": torch.randn(2, 8)})
+    assert plan.params["down.weight"].layout is not None and plan.to_tp_plan() == {}
+    assert "mul_ (test_tp_plan.py:" in plan.styles.left_out["down.weight"]
+
+
 def test_globs_are_those_of_transformers() -> None:
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
