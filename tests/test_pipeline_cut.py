@@ -1,6 +1,7 @@
 """Stages are cut where the dataflow allows it: each stage, given only what it holds and what it receives,
 computes its part of the whole, bit for bit."""
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from autotp.graph import has_tensor
 from autotp.nested import map_nodes, map_tensors, tensors_in
 from autotp.pipeline import Stages, cut
 from autotp.pipeline.costs import balance, flops
+from autotp.pipeline.install import install
 from autotp.pipeline.units import find_units, sources
 
 DECODERS = (
@@ -343,17 +345,26 @@ def staged(model: nn.Module, *starts: str) -> Stages:
     return stages
 
 
+class Skips(Stack):
+    def first(self, h: torch.Tensor) -> torch.Tensor:
+        return (h * 2).transpose(0, 1)
+
+    def between(self, h: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return h + first.transpose(0, 1)
+
+
 def test_what_glue_makes_of_a_units_output_is_made_again_where_it_is_used() -> None:
-    class Skips(Stack):
-        def first(self, h: torch.Tensor) -> torch.Tensor:
-            return (h * 2).transpose(0, 1)
-
-        def between(self, h: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            return h + first.transpose(0, 1)
-
-    stages = staged(Skips(), "layers.1", "layers.3")
+    model = Skips()
+    stages = staged(model, "layers.1", "layers.3")
     assert crossing_names(stages, 0) == ["embed:0[0]", "layers.0:0[0]"]
     assert crossing_names(stages, 1) == ["embed:0[0]", "layers.2:0[0]"]
+    made: Any = {}
+    with torch.no_grad():
+        for stage in range(3):  # the model's own Python, on each rank
+            part = copy.deepcopy(model)
+            pipeline = install(part, stages, stage, 3, None, f"rank {stage}")
+            made = pipeline.run_stage(part, stage, made, (), IDS)
+        assert torch.equal(made, model(**IDS))
 
 
 class Table(nn.Module):
