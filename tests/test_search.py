@@ -482,3 +482,60 @@ def test_experts_are_products_by_expert():
     assert sum(p.weight for p in stacks) == 4 * 3 * 64 * 96
     assert sum(2 * p.rows * p.cols * p.inner for p in stacks) == 2 * (32 * 2) * 3 * 64 * 96
     assert {p.split for p in stacks} == {"cols", "inner"}
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    config = MixtralConfig(hidden_size=1024, intermediate_size=3584, num_hidden_layers=8, vocab_size=32000)
+    with torch.device("meta"):
+        return count(AutoModelForCausalLM.from_config(config), 1024)
+
+
+def test_expert_parallelism_shares_out_the_experts(mixtral):
+    """Eight experts over eight ranks: an eighth of their parameters, tokens sent, none of them reduced."""
+    whole = predict(mixtral, "dgx-h100", dp=8, batch=64)
+    shared = predict(mixtral, "dgx-h100", dp=8, ep=8, batch=64)
+    experts = 8 * 8 * 3 * 1024 * 3584
+    saved = whole.memory_breakdown["weights"] - shared.memory_breakdown["weights"]
+    assert saved == pytest.approx(2 * experts * 7 / 8)
+    assert shared.breakdown["tensor-parallel communication"] > 0
+    assert shared.breakdown["data-parallel communication"] <= whole.breakdown["data-parallel communication"]
+    # All the state is an eighth, whichever of ZeRO and experts it is divided by.
+    zero = predict(mixtral, "dgx-h100", dp=8, ep=8, zero=1, batch=64).memory_breakdown["optimizer"]
+    assert zero == pytest.approx(12 * mixtral.parameters / 8)
+
+
+def test_expert_parallelism_over_slow_links_is_slow(mixtral):
+    near = predict(mixtral, "dgx-h100:4", dp=32, ep=4, batch=64)
+    far = predict(mixtral, "dgx-h100:4", tp=8, dp=4, ep=4, batch=64)
+    kind = "tensor-parallel communication"
+    assert far.breakdown[kind] > near.breakdown[kind]
+
+
+def test_expert_parallelism_is_searched_and_refused(mixtral, gpt3):
+    result = search(mixtral, "dgx-h100", batch=64)
+    seen = {p.config.ep for p in result.plans} | {r.config.ep for r in result.rejected()}
+    assert {1, 2, 4, 8} <= seen
+    for plan in result.plans:
+        again = predict(
+            mixtral, "dgx-h100", **{k: v for k, v in vars(plan.config).items() if k != "schedule"}
+        )
+        assert again.step_time == pytest.approx(plan.step_time)
+    table, _ = candidates(mixtral, load("dgx-h100"), 64, {"ep": 8, "pp": 1, "zero": 1, "micro_batch": 1})
+    costs = evaluate(mixtral, load("dgx-h100"), table, 64, "bf16")
+    for row in range(len(table)):
+        one = train(mixtral, load("dgx-h100"), table.config(row, 64, "bf16", "1f1b"))
+        assert costs.time[row] == pytest.approx(one.step_time, rel=0.02)
+        assert costs.memory[row] == pytest.approx(one.peak_memory, rel=0.05)
+    with pytest.raises(SearchError, match="8 experts over dp=2"):
+        predict(mixtral, "dgx-h100", dp=2, ep=4, batch=8)
+    with pytest.raises(SearchError, match="no experts"):
+        predict(gpt3, "dgx-h100", dp=2, ep=2, batch=8)
+
+
+def test_dtypes_by_any_name(gpt3):
+    short, long = (predict(gpt3, "dgx-a100", tp=8, dtype=d).step_time for d in ("bf16", torch.bfloat16))
+    assert short == long
+    for mode in ("train", "generate"):
+        with pytest.raises(SearchError, match="int3.*choose one of"):
+            search(gpt3, "dgx-a100", batch=8, mode=mode, dtype="int3")

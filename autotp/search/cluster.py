@@ -228,6 +228,17 @@ def spread(cluster: Cluster, kind: str, ranks: Any, stride: Any, size: Any) -> n
     return within + collective(outer, kind, outside, np.asarray(size, float) / inside)
 
 
+def exchange(cluster: Cluster, ranks: Any, stride: Any, size: Any) -> np.ndarray:
+    """Seconds of an all-to-all of `size` bytes a rank over `ranks` GPUs that are `stride` apart: what stays
+    in the node and what leaves it go at the same time."""
+    ranks, stride, size = (np.asarray(x, float) for x in (ranks, stride, size))
+    inner, outer = cluster.links[0], cluster.links[-1]
+    inside = np.clip(inner.size / stride, 1, ranks) if len(cluster.links) > 1 else ranks
+    near = (inside - 1) / ranks * size / (inner.bandwidth * 1e9) + inner.latency_us * 1e-6
+    far = (1 - inside / ranks) * size / (outer.bandwidth * 1e9) + outer.latency_us * 1e-6
+    return np.where(ranks > 1, np.where(inside < ranks, np.maximum(near, far), near), 0.0)
+
+
 def send(cluster: Cluster, stride: Any, size: Any) -> np.ndarray:
     """Seconds that a pipeline stage is held up by sending `size` bytes to the GPU `stride` away."""
     stride = np.asarray(stride)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cluster import Cluster, collective, spread
+from ..errors import SearchError
+from .cluster import Cluster, collective, exchange, spread
 from .workload import Attention, Product, Shares, Unit, Workload, share
 
 BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -34,6 +35,16 @@ _PLAIN_SOFTMAX = 4  # kernels more, where the fused softmax can't run: casts, sc
 # Bytes moved per logit by a cross-entropy of one kernel an operation, in 32 bits: cast, maximum, subtract,
 # exp, sum and divide; backward, scale and cast.
 _LOSS, _LOSS_BACK = 38.0, 14.0
+
+
+def dtype_named(dtype: object) -> str:
+    """The short name of a dtype: `bf16` for "bfloat16" and torch.bfloat16. Raises SearchError for others."""
+    long = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"}
+    name = str(dtype).removeprefix("torch.")
+    name = long.get(name, name)
+    if name not in BYTES:
+        raise SearchError(f"dtype={dtype!r}: choose one of {', '.join(BYTES)}.")
+    return name
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Passes:
 @dataclass(frozen=True)
 class Setting:
     """What the cost of a unit depends on. Arrays of one shape: tp, micro_batch, sequence_parallel (0 or 1),
-    cp.
+    cp, ep.
 
     dtype: of products; fused: whether attentions are. kept: bytes of an element of an activation.
     """
@@ -62,6 +73,7 @@ class Setting:
     cp: Array
     dtype: str = "bf16"
     fused: bool = True
+    ep: Array | float = 1.0
 
     @property
     def width(self) -> float:
@@ -98,13 +110,11 @@ def product_time(cluster: Cluster, product: Product, s: Setting) -> tuple[Array,
     rows = product.rows * s.micro_batch / s.cp
     cols, inner = np.full(s.tp.shape, product.cols), np.full(s.tp.shape, product.inner)
     times = np.full(s.tp.shape, product.batch)
-    groups = max(
-        1.0, round(product.weight / (product.cols * product.inner))
-    )  # experts: each sees some of the rows
+    groups = product.experts  # each sees some of the rows, and expert parallelism leaves a rank some of them
     if not product.weight:
         times, rows = times * s.micro_batch, np.full(s.tp.shape, product.rows) / s.cp
     if groups > 1:
-        rows, times = rows / groups, times * groups
+        rows, times = rows * s.ep / groups, times * groups / s.ep
     if product.split == "cols":
         cols = cols * part
     elif product.split == "inner":
@@ -174,6 +184,15 @@ def messages_time(cluster: Cluster, unit: Unit, s: Setting, when: str, overlap: 
     return total * (1 - overlap)
 
 
+def exchange_time(cluster: Cluster, unit: Unit, s: Setting) -> Array:
+    """Seconds of one pass's all-to-alls of expert parallelism: tokens to their experts, and back."""
+    chosen = [p for p in unit.products if p.experts > 1]
+    if not chosen or np.all(np.asarray(s.ep) == 1):
+        return np.zeros(s.tp.shape)
+    size = chosen[0].rows * chosen[0].inner * s.micro_batch / s.cp / s.divide * s.width
+    return 2 * exchange(cluster, s.ep, s.tp * s.cp, size)
+
+
 def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     """Seconds of one unit for one micro-batch."""
     forward, backward, again = (np.zeros(s.tp.shape) for _ in range(3))
@@ -199,6 +218,8 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
     hidden = cluster.software.tp_overlap
     ahead, back = (messages_time(cluster, unit, s, when, hidden) for when in ("forward", "backward"))
+    moved = exchange_time(cluster, unit, s)
+    ahead, back = ahead + moved, back + moved
     if unit.layer:
         forward = _overlapped(forward + ahead, launching, cluster) - ahead
         backward = _overlapped(backward + back, 2 * launching, cluster) - back

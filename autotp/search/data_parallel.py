@@ -21,20 +21,26 @@ def data_parallel(
     micro_step: Any,
     microbatches: Any,
     dtype: str,
+    experts: Any = 0.0,
+    ep: Any = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of exposed data-parallel communication, and of the optimizer step. Arrays, a number a
     configuration.
 
-    ranks: data-parallel ones; params: of the fullest rank; backward: seconds of a micro-batch's, behind which
-    gradients can be reduced; micro_step: seconds of a micro-batch, forward and backward.
+    ranks: data-parallel ones; params: of the fullest rank, of which `experts` are on every ep-th rank alone;
+    backward: seconds of a micro-batch's, behind which gradients can be reduced; micro_step: seconds of a
+    micro-batch, forward and backward.
     """
     software = cluster.software
     weight = 4.0 if dtype == "fp32" else 2.0
     bandwidth = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
-    optimizer = params * OPTIMIZER_TRAFFIC / np.where(np.asarray(zero) > 0, ranks, 1) / bandwidth
+    dense, fewer = params - experts, np.asarray(ranks) / ep
+    held = [np.where(np.asarray(zero) > 0, n, 1) for n in (ranks, fewer)]
+    optimizer = (dense / held[0] + experts / held[1]) * OPTIMIZER_TRAFFIC / bandwidth
 
     def move(kind: str, width: float) -> np.ndarray:
-        return spread(cluster, kind, ranks, tp, params * width)
+        whole = spread(cluster, kind, ranks, tp, dense * width)
+        return whole + np.where(experts > 0, spread(cluster, kind, fewer, tp * ep, experts * width), 0.0)
 
     whole = np.maximum(0.0, move("reduce", software.reduce_bytes) - software.dp_overlap * backward)
     reduce, gather = move("scatter", software.reduce_bytes), move("gather", weight)

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import SearchError
 from . import memory
 from .cluster import Cluster, load
+from .cost import dtype_named
 from .counts import count
 from .predict import RECOMPUTE, Config, predict, train
 from .result import BATCH, FINE, ROUNDS, TOO_BIG, Rejected, SearchResult
@@ -43,6 +44,7 @@ def search(
     without plans says why nothing fits when `best` is asked for.
     """
     machine = load(cluster)
+    dtype = dtype_named(dtype)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
     if seq is not None and workload.seq != seq:
         raise SearchError(
@@ -55,6 +57,7 @@ def search(
         "pp",
         "dp",
         "cp",
+        "ep",
         "micro_batch",
         "recompute",
         "zero",
@@ -120,6 +123,10 @@ def candidates(
                     continue
                 rows.append((tp, cp, pp, dp, _virtual(layers, pp)))
     coarse += _unused(cluster, layers)
+    if workload.experts > 1:
+        coarse.append(
+            f"ep that does not divide {workload.experts} experts and dp: a rank would have a part of one"
+        )
     columns: list[np.ndarray] = []
     for tp, cp, pp, dp, virtual in rows:
         micro = [m for m in MICRO_BATCHES if m <= batch // dp]
@@ -133,6 +140,7 @@ def candidates(
             [0, 1] if tp > 1 else [0],
             recompute,
             [0, 1, 2, 3] if dp * cp > 1 else [0],
+            _divisors(int(np.gcd(workload.experts, dp))),
             indexing="ij",
         )
         columns.append(np.stack([g.reshape(-1) for g in grid]))

@@ -66,7 +66,14 @@ def state(
     )
 
 
-def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Array:
+def stage_experts(workload: Workload, stages: list[list[int]], tp: Array, ep: Array | int = 1) -> Array:
+    """Of `stage_params`, those of experts that a rank holds: an ep-th."""
+    return np.stack(
+        [sum((workload.units[i].experts.local(tp) for i in s), np.zeros(tp.shape)) / ep for s in stages], -1
+    )
+
+
+def stage_params(workload: Workload, stages: list[list[int]], tp: Array, ep: Array | int = 1) -> Array:
     """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis.
     Tied ones stand on the first and the last."""
     result = [
@@ -74,7 +81,8 @@ def stage_params(workload: Workload, stages: list[list[int]], tp: Array) -> Arra
     ]
     if len(stages) > 1:
         result[-1] = result[-1] + workload.tied.local(tp)
-    return np.stack(result, -1)
+    experts = stage_experts(workload, stages, tp)
+    return np.stack(result, -1) - experts * (1 - 1 / np.asarray(ep, float))[..., None]
 
 
 def logits(workload: Workload, tp: Array, micro_batch: Array, cp: Array) -> Array:

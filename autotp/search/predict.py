@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import SearchError
 from . import memory
 from .cluster import Cluster, load, send
-from .cost import BYTES, Setting, loss_time, ring_time, unit_passes
+from .cost import Setting, dtype_named, loss_time, ring_time, unit_passes
 from .counts import count
 from .data_parallel import data_parallel
 from .generate import generation
@@ -41,6 +41,7 @@ class Config:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     dtype: str = "bf16"
+    ep: int = 1
 
     @property
     def gpus(self) -> int:
@@ -53,6 +54,7 @@ class Config:
     def __str__(self) -> str:
         parts = [f"tp={self.tp}", f"pp={self.pp}", f"dp={self.dp}"]
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += [f"virtual={self.virtual_stages}"] if self.virtual_stages > 1 else []
         parts += [f"micro_batch={self.micro_batch}", f"zero={self.zero}", f"recompute={self.recompute}"]
         return " ".join(parts + (["sequence_parallel"] if self.sequence_parallel else []))
@@ -110,6 +112,7 @@ def predict(
     pp: int = 1,
     dp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     batch: int = 1,
     micro_batch: int = 1,
     seq: int | None = None,
@@ -126,9 +129,10 @@ def predict(
     """Predict one run of `model` (on meta, or a `Workload` counted before) on a cluster.
 
     batch: sequences of one step over all GPUs; micro_batch: of one pass of one data-parallel rank; seq:
-    tokens of each (in `generate`: of context). attention: `fused` or `unfused` instead of what the cluster's
-    software does. It does not refuse what does not fit: see `Prediction.fits`. Raises SearchError where the
-    numbers do not go together.
+    tokens of each (in `generate`: of context). ep: over so many of the dp ranks the experts are shared out.
+    attention: `fused` or `unfused` instead of what the cluster's software does. GPUs beyond those of the
+    cluster count as more nodes of it. It does not refuse what does not fit: see `Prediction.fits`. Raises
+    SearchError where the numbers do not go together.
     """
     machine = load(cluster)
     if attention is not None:
@@ -137,6 +141,7 @@ def predict(
                 f"attention={attention!r}: fused, unfused, or None for what {machine.name}'s software does."
             )
         machine = replace(machine, software=replace(machine.software, fused_attention=attention == "fused"))
+    dtype = dtype_named(dtype)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
     if seq is not None and workload.seq != seq:
         raise SearchError(
@@ -155,8 +160,11 @@ def predict(
         sequence_parallel,
         "interleaved" if virtual_stages > 1 and schedule == "1f1b" else schedule,
         dtype,
+        ep,
     )
     if mode == "generate":
+        if ep > 1:
+            raise SearchError(f"ep={ep}: expert parallelism is predicted for training only. Use tp to serve.")
         step, prefill, sequences, mem, kinds, parts = generation(workload, machine, config)
         return Prediction(
             config,
@@ -180,7 +188,7 @@ def predict(
 def check(config: Config, workload: Workload, cluster: Cluster) -> None:
     """Raise SearchError where a training configuration makes no sense."""
     c = config
-    for name in ("tp", "pp", "dp", "cp", "batch", "micro_batch", "virtual_stages"):
+    for name in ("tp", "pp", "dp", "cp", "ep", "batch", "micro_batch", "virtual_stages"):
         if getattr(c, name) < 1:
             raise SearchError(f"{name}={getattr(c, name)}: must be at least 1.")
     if c.recompute not in RECOMPUTE:
@@ -197,8 +205,12 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
         raise SearchError(
             f"pp={c.pp} with {c.virtual_stages} virtual stages: there are {workload.layers} layers to share."
         )
-    if c.dtype not in BYTES:
-        raise SearchError(f"dtype={c.dtype!r}: choose one of {', '.join(BYTES)}.")
+    if c.ep > 1 and (workload.experts % c.ep or c.dp % c.ep):
+        raise SearchError(
+            f"ep={c.ep}: it shares {workload.experts} experts over dp={c.dp} ranks, and must divide both."
+            if workload.experts > 1
+            else f"ep={c.ep}: {workload.name} has no experts. Leave ep at 1."
+        )
 
 
 def cut(workload: Workload, stages: int, costs: Sequence[float]) -> list[list[int]]:
@@ -236,6 +248,7 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
         one * c.cp,
         c.dtype,
         cluster.software.fused_attention,
+        c.ep,
     )
     selective = c.recompute == "selective" and not s.fused
     passes = [unit_passes(cluster, unit, s) for unit in workload.units]
@@ -263,7 +276,8 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
     rank_work = [sum(forward[k] + backward[k] for k in range(r, len(stages), c.pp)) for r in range(c.pp)]
     slowest = int(np.argmax(rank_work))
     held = [[i for k in range(r, len(stages), c.pp) for i in stages[k]] for r in range(c.pp)]
-    params = memory.stage_params(workload, held, s.tp)[0]
+    params = memory.stage_params(workload, held, s.tp, one * c.ep)[0]
+    experts = memory.stage_experts(workload, held, s.tp, c.ep)[0]
     data, optimizer = (
         float(x)
         for x in data_parallel(
@@ -276,6 +290,8 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
             max(rank_work),
             c.microbatches,
             c.dtype,
+            experts[params.argmax()],
+            c.ep,
         )
     )
     step = pipeline + data + optimizer + cluster.software.step_ms * 1e-3
@@ -328,11 +344,12 @@ def stage_memory(
     workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting
 ) -> tuple[tuple[float, ...], dict[str, float]]:
     """Peak bytes of each pipeline rank that holds the units `held`, and the fullest one's by kind."""
-    params = memory.stage_params(workload, held, s.tp)[0]
-    data = np.array(float(c.dp * c.cp))
-    weights, gradients, optimizer = memory.state(
-        params, data, np.array(c.zero), cluster.software.gradient_bytes, c.dtype
-    )
+    params = memory.stage_params(workload, held, s.tp, np.ones(1) * c.ep)[0]
+    experts = memory.stage_experts(workload, held, s.tp, c.ep)[0]
+    data, zero, width = np.array(float(c.dp * c.cp)), np.array(c.zero), cluster.software.gradient_bytes
+    dense = memory.state(params - experts, data, zero, width, c.dtype)
+    routed = memory.state(experts, data / c.ep, zero, width, c.dtype)
+    weights, gradients, optimizer = (a + b for a, b in zip(dense, routed, strict=True))
     flight = in_flight(c.schedule, c.pp, c.microbatches, c.virtual_stages) / c.virtual_stages
     kept = [
         memory.saved(u, s.tp, s.micro_batch, s.sequence_parallel, s.cp, s.width, s.fused, c.recompute)
@@ -351,7 +368,7 @@ def stage_memory(
             loose = max(0.0, float(memory.table_gradient(workload, s.tp)[0]) - one)
         gathered = 0.0
         if c.zero >= 3:
-            largest = max(float(workload.units[i].params.local(s.tp)[0]) for i in units)
+            largest = max(float(memory.stage_params(workload, [[i]], s.tp, c.ep)[0, 0]) for i in units)
             gathered = 2 * 2.0 * largest
         kind = {
             "weights": float(weights[rank]),

@@ -101,9 +101,8 @@ class SearchResult:
         for name, x, y, unit in rows:
             if max(x, y) > 0:
                 shown = (lambda v: f"{v:9.3f} s ") if unit == "s" else (lambda v: f"{v / 1e9:9.2f} GB")
-                lines.append(
-                    f"  {name:32} {shown(x)}  {shown(y)}  {'A' if x < y else 'B' if y < x else '='} is better"
-                )
+                better = "A is better" if x < y else "B is better" if y < x else "equal"
+                lines.append(f"  {name:32} {shown(x)}  {shown(y)}  {better}")
         faster, slower = (a, b) if a.step_time <= b.step_time else (b, a)
         gains = {k: slower.breakdown.get(k, 0.0) - v for k, v in faster.breakdown.items()}
         most = max(gains, key=lambda k: gains[k])

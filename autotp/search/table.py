@@ -33,6 +33,7 @@ class Table:
     sp: Array
     recompute: Array
     zero: Array
+    ep: Array
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -56,6 +57,7 @@ class Table:
             bool(v["sp"]),
             "interleaved" if v["virtual"] > 1 else schedule,
             dtype,
+            v["ep"],
         )
 
 
@@ -73,14 +75,15 @@ class Costs:
 
 def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dtype: str) -> Costs:
     """Time and memory of every row."""
-    keys = np.stack([table.tp, table.cp, table.micro_batch, table.sp], 1)
+    keys = np.stack([table.tp, table.cp, table.micro_batch, table.sp, table.ep], 1)
     unique, of = np.unique(keys, axis=0, return_inverse=True)
     of = of.reshape(-1)
-    tp, cp, mb, sp = unique.T.astype(float)
-    s = Setting(tp, mb, sp, cp, dtype, cluster.software.fused_attention)
+    tp, cp, mb, sp, ep = unique.T.astype(float)
+    s = Setting(tp, mb, sp, cp, dtype, cluster.software.fused_attention, ep)
     compute, sent, kept, transient = _units(workload, cluster, s)
     head = memory.logits(workload, tp, mb, cp)
-    longest, total, first_kept, last_kept, passing, params, sending = (np.zeros(len(table)) for _ in range(7))
+    longest, total, first_kept, last_kept, passing, sending = (np.zeros(len(table)) for _ in range(6))
+    params, experts = np.zeros(len(table)), np.zeros(len(table))
     backward = np.zeros(len(table))
     nominal = [float(compute[0, i, 0] + compute[1, i, 0]) for i in range(len(workload.units))]
     for pp, virtual in {(int(a), int(b)) for a, b in zip(table.pp, table.virtual, strict=True)}:
@@ -102,11 +105,14 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
             first_kept[some] = (counts[:1] @ kept[choice])[0][at]
             last_kept[some] = (counts[-1:] @ kept[choice])[0][at]
             passing[some] = transient[choice].max(0)[at]
+        routed = np.stack([Shares(u.experts).local(unique[:, 0]) for u in workload.units])
         local = np.stack([Shares(u.params).local(unique[:, 0]) for u in workload.units])
-        per_rank = counts @ local
+        per_rank = counts @ (local - routed * (1 - 1 / ep))
         if pp > 1:
             per_rank[-1] += workload.tied.local(unique[:, 0])
         params[rows] = per_rank.max(0)[of[rows]]
+        fullest = (counts @ routed / ep)[per_rank.argmax(0), np.arange(len(ep))]
+        experts[rows] = fullest[of[rows]]
     microbatches = batch / (table.dp * table.micro_batch)
     width = max((u.output for u in workload.units if u.layer), default=0.0) * s.width
     crossing = width * table.micro_batch / table.cp / np.where(table.sp > 0, table.tp, 1)
@@ -121,15 +127,27 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
         + (total - longest + 2 * hop * table.virtual * (table.pp - 1)) / table.virtual
     )
     data, optimizer = data_parallel(
-        cluster, table.tp, table.dp * table.cp, table.zero, params, backward, longest, microbatches, dtype
+        cluster,
+        table.tp,
+        table.dp * table.cp,
+        table.zero,
+        params,
+        backward,
+        longest,
+        microbatches,
+        dtype,
+        experts,
+        table.ep,
     )
     step = cluster.software.step_ms * 1e-3
     time = pipeline + data + optimizer + step
     flight = _in_flight(table, microbatches)
-    weights, gradients, state = memory.state(
-        params, table.dp * table.cp, table.zero, cluster.software.gradient_bytes, dtype
-    )
-    biggest = np.max([Shares(u.params).local(table.tp) for u in workload.units], axis=0)
+    data_ranks, width = table.dp * table.cp, cluster.software.gradient_bytes
+    dense = memory.state(params - experts, data_ranks, table.zero, width, dtype)
+    shared = memory.state(experts, data_ranks / table.ep, table.zero, width, dtype)
+    weights, gradients, state = (a + b for a, b in zip(dense, shared, strict=True))
+    each = [memory.stage_params(workload, [[i]], table.tp, table.ep) for i in range(len(workload.units))]
+    biggest = np.max(each, axis=0)[:, 0]
     gathered = np.where(table.zero >= 3, 4.0 * biggest, 0.0)
     # On the first stage the embedding's gradient comes when a micro-batch's activations are gone.
     table_gradient = np.maximum(0.0, memory.table_gradient(workload, table.tp) - first_kept)

@@ -54,6 +54,11 @@ class Product:
     ways: int = 1
     weight: float = 0.0
 
+    @property
+    def experts(self) -> int:
+        """Matrices that the weight holds, of which each row sees one: experts; 1 for a plain weight."""
+        return max(1, round(self.weight / (self.cols * self.inner)))
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -123,6 +128,12 @@ class Workload:
     @property
     def parameters(self) -> float:
         return sum(self.units[i].params.total for i in self.order)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 1 where there are none. Of several numbers the one that divides all."""
+        found = [p.experts for u in self.units for p in u.products if p.experts > 1]
+        return int(np.gcd.reduce(found)) if found else 1
 
     @property
     def layers(self) -> int:
