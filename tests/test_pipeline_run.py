@@ -1,0 +1,302 @@
+"""Models in stages against themselves whole: outputs, tokens, memory, files, errors."""
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import run
+from models import DECODER, GQA, MODELS, NOT_GENERATING, hf
+from torch import nn
+from whole import EXACT, logits_of
+
+import autotp
+from autotp.comm import Comm, simulate
+from autotp.errors import AbsentError, AutotpError, PlanError, RankError
+from autotp.mesh import Mesh
+from autotp.pipeline.absent import Absent, Home, Origin, QuietComm, absent
+from autotp.verify import relative_error
+
+GRANITE = functools.partial(
+    hf, "GraniteConfig", "GraniteForCausalLM", dtype=torch.float64, embedding_multiplier=3.0,
+    attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0, **GQA,
+)  # fmt: skip
+ROUTES = {
+    "greedy": {},
+    "beam": dict(num_beams=3),
+    "static": dict(cache_implementation="static"),
+    "scores": dict(output_scores=True, return_dict_in_generate=True),
+}
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = GRANITE() if name == "granite" else MODELS[name](dtype=torch.float64)
+    if hasattr(model, "generation_config"):
+        model.generation_config.eos_token_id = None
+    return model, inputs
+
+
+def in_stages(
+    name: str, use: Callable[[nn.Module, dict[str, Any]], Any], pp: int = 2, **options: Any
+) -> list[Any]:
+    """`use(model, inputs)` on each of `pp` simulated ranks of a model in stages."""
+    built = [build(name) for _ in range(pp)]
+
+    def one(comm: Comm) -> Any:
+        model, inputs = built[comm.rank]
+        mesh = Mesh.split(comm, 1, pp)  # type: ignore[arg-type]
+        autotp.parallelize(model, 1, pp, comm=mesh, example_inputs=inputs, **options)
+        return use(model, inputs)
+
+    return simulate(pp, one)
+
+
+def outcomes(model: nn.Module, inputs: dict[str, Any], routes: tuple[str, ...]) -> list[torch.Tensor]:
+    """The output, and the tokens of every route; first with a padded batch."""
+    with torch.no_grad():
+        found = [logits_of(model(**inputs))]
+    given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache")}
+    for route in routes:
+        if "input_ids" in given:
+            mask = torch.ones_like(given["input_ids"])
+            mask[0, :3] = route != "greedy"
+            given["attention_mask"] = mask
+        out = model.generate(**given, max_new_tokens=6, do_sample=False, **ROUTES[route])
+        found += [out] if isinstance(out, torch.Tensor) else [out.sequences, *out.scores]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama_gqa", "granite", "gemma3", "mixtral", "gpt_neox", "phi", "t5", "bart", "bert", "vit", "mamba"],
+)
+def test_outputs_and_tokens_are_those_of_one_process(name):
+    routes = tuple(ROUTES) if name in ("llama_gqa", "gemma3", "t5") else ("greedy",)
+    routes = () if name in NOT_GENERATING else routes
+    want = outcomes(*build(name), routes)
+    for got in in_stages(name, lambda m, i: outcomes(m, i, routes)):
+        assert len(got) == len(want)
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.device.type == "cpu" and not isinstance(ours, Absent)
+            if theirs.is_floating_point():
+                assert relative_error(ours, theirs) < EXACT
+            else:
+                assert torch.equal(ours, theirs)
+
+
+def test_several_stages_a_rank_and_stages_stated_by_hand():
+    small = dict(dtype=torch.float64, **{**DECODER, "num_hidden_layers": 5})
+    inputs = MODELS["llama_gqa"](dtype=torch.float64)[1]
+    built = [hf("LlamaConfig", "LlamaForCausalLM", **small)[0] for _ in range(5)]
+    with torch.no_grad():
+        want = built[4](**inputs).logits
+    starts = ["model.layers.1", "model.layers.2", "model.layers.4"]
+
+    def one(comm: Comm) -> Any:
+        model = built[comm.rank]
+        mesh = Mesh.split(comm, 1, 2)  # type: ignore[arg-type]
+        autotp.parallelize(model, 1, 2, comm=mesh, example_inputs=inputs, stages=starts)
+        with torch.no_grad():
+            return model.autotp.pipeline.mine, model(**inputs).logits
+
+    (first, ours), (second, theirs) = simulate(2, one)
+    assert first == (0, 2) and second == (1, 3)
+    assert relative_error(ours, want) < EXACT and relative_error(theirs, want) < EXACT
+
+    def wrong(comm: Comm) -> None:
+        mesh = Mesh.split(comm, 1, 2)  # type: ignore[arg-type]
+        autotp.parallelize(built[2 + comm.rank], 1, 2, comm=mesh, example_inputs=inputs, stages=starts[:2])
+
+    with pytest.raises(PlanError, match="3 stages for pp=2"):
+        simulate(2, wrong)
+
+
+def test_a_part_of_the_model_may_be_called_and_hidden_states_are_everywhere():
+    whole, inputs = build("t5")
+    with torch.no_grad():
+        want = whole.get_encoder()(inputs["input_ids"], output_hidden_states=True)
+
+    def use(model, inputs):
+        with torch.no_grad():
+            return model.get_encoder()(inputs["input_ids"], output_hidden_states=True)
+
+    for got in in_stages("t5", use, stages=["encoder.block.1"]):
+        assert relative_error(got.last_hidden_state, want.last_hidden_state) < EXACT
+        assert len(got.hidden_states) == len(want.hidden_states)
+        for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+            assert relative_error(ours, theirs) < EXACT
+
+
+def test_other_stages_weights_and_caches_take_no_memory():
+    def use(model, inputs):
+        names = {n for n, p in model.named_parameters() if isinstance(p, Absent)}
+        with torch.no_grad():
+            cache = model(input_ids=inputs["input_ids"], use_cache=True).past_key_values
+        static = model.generate(
+            inputs["input_ids"], max_new_tokens=3, cache_implementation="static", return_dict_in_generate=True
+        ).past_key_values
+        meta = [[layer.keys.is_meta for layer in c.layers] for c in (cache, static)]
+        return names, meta, cache.get_seq_length(), int(static.get_seq_length())
+
+    model, _ = build("llama_gqa")
+    every = {n for n, _ in model.named_parameters()}
+    (first, meta, dynamic, static), (second, other, *lengths) = in_stages("llama_gqa", use)
+    assert first | second == every and not first & second
+    assert {n for n in every if n.startswith("model.layers.1.")} <= first
+    assert meta == [[False, True]] * 2 and other == [[True, False]] * 2
+    assert [dynamic, static] == lengths == [12, 14]
+
+
+def test_state_dicts_hold_every_stage_and_load_back():
+    model, _ = build("llama_tied")
+    want = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def use(model, inputs):
+        state = {n: t.clone() for n, t in autotp.full_state_dict(model).items()}
+        changed = {n: t + 1 for n, t in state.items()}
+        model.load_state_dict(changed)
+        model.load_state_dict(changed, assign=True)
+        absents = sum(isinstance(p, Absent) for p in model.parameters())
+        return state, autotp.full_state_dict(model), absents
+
+    for state, changed, absents in in_stages("llama_tied", use):
+        assert list(state) == list(want) and absents > 0
+        for name, tensor in want.items():
+            assert torch.equal(state[name], tensor), name
+            assert torch.equal(changed[name], tensor + 1), name
+
+
+def test_saved_files_are_those_of_one_process_and_load_into_stages(tmp_path):
+    model, inputs = build("llama_tied")
+    model.save_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        want = model(**inputs).logits
+    in_stages("llama_tied", lambda m, i: m.save_pretrained(tmp_path / "staged"))
+    for file in (tmp_path / "whole").glob("*"):
+        assert (tmp_path / "staged" / file.name).read_bytes() == file.read_bytes(), file.name
+
+    def loaded(comm: Comm) -> Any:
+        mesh = Mesh.split(comm, 1, 2)  # type: ignore[arg-type]
+        again = autotp.load(tmp_path / "staged", 1, 2, comm=mesh, example_inputs=inputs)
+        with torch.no_grad():
+            return again(**inputs).logits, sum(isinstance(p, Absent) for p in again.parameters())
+
+    for got, absents in simulate(2, loaded):
+        assert relative_error(got, want) < EXACT and absents > 0
+
+
+# ---------------------------------------------------------------- errors
+def test_a_call_with_gradients_names_train_step():
+    with pytest.raises(AutotpError, match="train_step"):
+        in_stages("llama_gqa", lambda m, i: m(**i))
+
+
+def test_an_error_on_one_stage_ends_the_others():
+    def use(model, inputs):
+        broken = model.model.layers[1]
+
+        def fails(module, args):
+            if model.autotp.pipeline.rank == 1:
+                raise ValueError("out of luck")
+
+        broken.self_attn.register_forward_pre_hook(fails)
+        with torch.no_grad(), pytest.raises((ValueError, RankError)) as caught:
+            model(**inputs)
+        return caught.value
+
+    first, second = in_stages("llama_gqa", use)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, RankError)
+    assert "rank 1 (pp 1), stage 1" in str(first) and "ValueError: out of luck" in str(first)
+
+
+def test_the_value_of_an_absent_is_not_read():
+    origin = Origin("layers.3", 1, Home(torch.device("cpu"), (0,)))
+    x = absent(torch.empty(2, 3, device="meta"), origin)
+    assert x.device.type == "cpu" and not x.is_meta
+    assert isinstance(x + torch.ones(3), Absent) and (x + torch.ones(3)).shape == (2, 3)
+    assert isinstance(torch.cat([torch.ones(1, 3), x]), Absent)
+    assert torch.equal(x.new_zeros(2), torch.zeros(2))
+    known = torch.zeros(2, 3)
+    for read in (
+        lambda: bool(x.sum() > 0), lambda: x[0, 0].item(), lambda: x.tolist(), lambda: x.nonzero(),
+        lambda: known.add_(x), lambda: known.__setitem__(0, x[0]), lambda: torch.equal(x, known),
+        lambda: x.numpy(),
+    ):  # fmt: skip
+        with pytest.raises(AbsentError, match="layers.3 on stage 1"):
+            read()
+    assert torch.equal(known, torch.zeros(2, 3))
+    assert QuietComm(_Deaf()).all_reduce(x).shape == (2, 3)
+
+
+class _Deaf(Comm):
+    rank, size = 0, 2
+
+    def all_reduce(self, x, op="sum"):
+        raise AssertionError("talked about a value nobody has")
+
+    all_gather = exchange = broadcast = all_reduce
+
+
+# ---------------------------------------------------------------- processes
+def _over_processes(rank: int, tp: int, pp: int, names: tuple[str, ...]) -> list[Any]:
+    found = []
+    for name in names:
+        model, inputs = build(name)
+        autotp.parallelize(model, tp, pp, example_inputs=inputs)
+        found.append(outcomes(model, inputs, ("greedy", "beam")))
+        if "input_ids" in inputs:
+            torch.manual_seed(5 + rank)
+            found[-1].append(model.generate(inputs["input_ids"], max_new_tokens=6, do_sample=True))
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp", "names"), [(2, 2, ("llama_gqa",))], ids=["tp2xpp2"])
+def test_processes_give_the_tokens_of_one(tp, pp, names):
+    told = run(tp * pp, _over_processes, tp, pp, names)
+    for i, name in enumerate(names):
+        model, inputs = build(name)
+        want = outcomes(model, inputs, ("greedy", "beam"))
+        torch.manual_seed(5)
+        want.append(model.generate(inputs["input_ids"], max_new_tokens=6, do_sample=True))
+        for rank in range(tp * pp):
+            for ours, theirs in zip(told[rank][i], want, strict=True):
+                if theirs.is_floating_point():
+                    assert relative_error(ours, theirs) < EXACT
+                else:
+                    assert torch.equal(ours, theirs)
+
+
+def _one_fails(rank: int) -> tuple[str, float, list[Any]]:
+    model, inputs = build("llama_gqa")
+    autotp.parallelize(model, 1, 2, example_inputs=inputs)
+    fails = rank == 1
+
+    def hook(module, args):
+        if fails:
+            raise ValueError("out of luck")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(hook)
+    began = time.monotonic()
+    said = ""
+    with torch.no_grad():
+        try:
+            model(**inputs)
+        except (ValueError, RankError) as error:
+            said = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - began
+        fails = False  # and the next call is right again
+        return said, took, [model(**inputs).logits]
+
+
+def test_a_process_that_raises_is_heard_of_at_once():
+    (first, took, logits), (second, _, other) = run(2, _one_fails)
+    assert second.startswith("ValueError") and took < 30
+    assert "rank 1 (pp 1), stage 1, at model.layers.1 failed: ValueError: out of luck" in first
+    model, inputs = build("llama_gqa")
+    with torch.no_grad():
+        want = model(**inputs).logits
+    assert relative_error(logits[0], want) < EXACT and relative_error(other[0], want) < EXACT
