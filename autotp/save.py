@@ -299,7 +299,11 @@ def _entries(
     """What the files hold, as lazy tensors that gather: the same, in the same order, on every rank."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     entries = {}
-    for name in saved_names(model, state):
+    stand_ins: dict[int, Tensor] = {}  # for what other stages hold: tied as it is, of one element's memory
+    for tensor in state.values():
+        if isinstance(tensor, Absent) and id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = torch.empty((), dtype=tensor.dtype).expand(tuple(tensor.shape))
+    for name in saved_names(model, {n: stand_ins.get(id(t), t) for n, t in state.items()}):
         how = held.get(id(state[name]))
         shape = state[name].shape if how is None or how.layout is None else how.layout.shape
         gathered = Gathered(state[name], how, comm, *_stages(model, name))

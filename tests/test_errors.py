@@ -87,7 +87,7 @@ def test_one_process_needs_no_launcher() -> None:
     [
         ({"tp": 0}, LaunchError, "tp=0: give a number of processes"),
         ({"tp": -3}, LaunchError, "tp=-3: give a number of processes"),
-        ({"tp": 1, "pp": 2}, PlanError, "pp=2.*use pp=1"),
+        ({"tp": 1, "pp": 2}, LaunchError, "tp=1 x pp=2 needs several processes"),
     ],
 )
 def test_degrees_that_make_no_sense(options: dict[str, Any], error: type, said: str) -> None:

@@ -110,7 +110,7 @@ def test_several_stages_a_rank_and_stages_stated_by_hand():
         mesh = Mesh.split(comm, 1, 2)  # type: ignore[arg-type]
         autotp.parallelize(built[2 + comm.rank], 1, 2, comm=mesh, example_inputs=inputs, stages=starts[:2])
 
-    with pytest.raises(PlanError, match="3 stages for pp=2"):
+    with pytest.raises(PlanError, match="pp=2 with the 2 cuts"):
         simulate(2, wrong)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from autotp.checkpoint import open_checkpoint
 from autotp.comm import Comm, simulate
-from autotp.errors import CheckpointError, PlanError
+from autotp.errors import CheckpointError, LaunchError
 from autotp.save import save
 from autotp.state import full_state_dict
 from autotp.weights import load
@@ -288,7 +288,7 @@ def test_quantised_and_nothing_at_all(tmp_path: Path) -> None:
     assert f"packed: {packed} is torch.int8" in refused(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "holds no weights" in refused(tmp_path)
-    with pytest.raises(PlanError, match="pp=2"):
+    with pytest.raises(LaunchError, match="pp=2"):
         load(tmp_path, 1, pp=2)
 
 
