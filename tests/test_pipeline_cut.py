@@ -19,10 +19,11 @@ from torch import fx, nn
 
 import autotp
 from autotp.capture import CapturedGraph, capture
-from autotp.errors import PlanError, PolicyError
+from autotp.errors import AbsentError, PlanError, PolicyError
 from autotp.graph import has_tensor
 from autotp.nested import map_nodes, map_tensors, tensors_in
 from autotp.pipeline import Stages, cut
+from autotp.pipeline.absent import Home, Origin, absent
 from autotp.pipeline.costs import balance, flops
 from autotp.pipeline.install import install
 from autotp.pipeline.units import find_units, sources
@@ -399,6 +400,14 @@ def test_only_the_form_of_a_value_is_no_value() -> None:
             return first @ h
 
     assert crossing_names(staged(Masked(), "layers.2")) == ["layers.1:0[0]"]
+
+
+def test_a_missing_value_fills_no_new_tensor() -> None:
+    origin = Origin("layers.0", 0, Home(torch.device("cpu"), (1,)))
+    missing = absent(torch.empty((), device="meta"), origin)
+    assert torch.equal(torch.zeros_like(missing), torch.zeros(()))
+    with pytest.raises(AbsentError, match="made by layers.0 on stage 0"):
+        missing.new_tensor(missing)
 
 
 def refused(model: nn.Module, start: str) -> str:

@@ -56,6 +56,8 @@ class Absent(Tensor):
         if name in READS:
             raise _unknown(_origin(args, given), f"its value is read ({name.strip('_')})")
         if name in FACTORIES:
+            if any(isinstance(value, Absent) for value in (*args[1:], *given.values())):
+                raise _unknown(_origin(args, given), f"its value is put into a new tensor ({name})")
             return func(*map(_stand_in, args), **given)
         return _on_meta(func, name, args, given)
 
