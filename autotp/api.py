@@ -22,7 +22,7 @@ from .planner import plan_and_analysis, warn_replicated, warn_unexamined
 from .rewrite import rewrite
 from .same import SameBatch, same_weights
 from .save import install_save
-from .state import ShardState, refuse_partial_saves
+from .state import ShardState, refuse_ddp, refuse_partial_saves
 
 
 def parallelize(
@@ -126,6 +126,7 @@ def parallelize(
     if mesh.copy.size > 1:
         synchronise_generation(model, mesh.copy)
         refuse_resize(model)
+        refuse_ddp(model)
     if mesh.dp.size > 1:  # after all that wraps `generate`
         keep_copies_alike(model, mesh, zero, blocks)
     return model

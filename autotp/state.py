@@ -279,3 +279,24 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return save_pretrained
+
+
+class _Refused:
+    """What DistributedDataParallel asks a module for: that it is asked is the error."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def __iter__(self) -> Any:
+        raise ShardStateError(
+            f"{self.model} is split over ranks already: DistributedDataParallel would give all ranks the shards "
+            "of rank 0 and average the gradients of different ones. For copies of the model: autotp.parallelize("
+            "model, tp=..., dp=...). A Trainer wraps whatever it finds in several processes: take RANK, "
+            "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE out of os.environ after parallelize, before its "
+            "TrainingArguments are made, and every rank trains as if alone, on the same batches."
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """Make `DistributedDataParallel(model)` an error, where it would overwrite shards without a word."""
+    model._ddp_params_and_buffers_to_ignore = _Refused(type(model).__name__)  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """Training a split model the ways users do, and what else they do to a model object."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,62 @@ def test_compiled_over_two_processes() -> None:
     for error, grad_error, graphs in distributed.run(2, _compiled, "nanogpt", timeout=240):
         assert error < 1e-9 and grad_error < 1e-9
         assert graphs > 0  # something was compiled
+
+
+def _by_inductor(rank: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    inputs = {"input": torch.randn(4, 8)}
+    want = copy.deepcopy(model)
+    result = want(**inputs)
+    result.square().sum().backward()
+    autotp.parallelize(model, tp=2, example_inputs=inputs)
+    found = torch.compile(model)(**inputs)
+    found.square().sum().backward()
+    mine = full_grads(model)
+    return relative_error(found, result), max(
+        relative_error(mine[name], p.grad) for name, p in want.named_parameters() if p.grad is not None
+    )
+
+
+def test_compiled_by_inductor() -> None:
+    for error, grad_error in distributed.run(2, _by_inductor, timeout=240):
+        assert error < 1e-5 and grad_error < 1e-5
+
+
+def _with_a_trainer(rank: int, folder: str) -> tuple[str, float]:
+    from transformers import Trainer, TrainingArguments
+
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (12, 10), generator=generator)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+
+    def train(model: Any) -> None:
+        args = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-2,
+            max_grad_norm=0.5, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        Trainer(model=model, args=args, train_dataset=data).train()  # type: ignore[arg-type]
+
+    whole, split = llama()[0], llama()[0]
+    autotp.parallelize(split, tp=2)
+    try:
+        nn.parallel.DistributedDataParallel(split)
+        refused = ""
+    except AutotpError as error:
+        refused = str(error)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # every rank for itself, as one
+        del os.environ[name]
+    train(whole)
+    train(split)
+    full = autotp.full_state_dict(split)
+    return refused, max(relative_error(full[k], v) for k, v in whole.state_dict().items())
+
+
+def test_a_trainer_and_no_ddp(tmp_path: Any) -> None:
+    for refused, error in distributed.run(2, _with_a_trainer, str(tmp_path)):
+        assert "is split over ranks already" in refused and "WORLD_SIZE" in refused
+        assert error < 1e-9
 
 
 # --- the object -----------------------------------------------------------------------------------------
