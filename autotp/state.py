@@ -289,11 +289,12 @@ class _Refused:
 
     def __iter__(self) -> Any:
         raise ShardStateError(
-            f"{self.model} is split over ranks already: DistributedDataParallel would give all ranks the shards "
-            "of rank 0 and average the gradients of different ones. For copies of the model: autotp.parallelize("
-            "model, tp=..., dp=...). A Trainer wraps whatever it finds in several processes: take RANK, "
-            "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE out of os.environ after parallelize, before its "
-            "TrainingArguments are made, and every rank trains as if alone, on the same batches."
+            f"{self.model} is split over ranks already: DistributedDataParallel would give all ranks the "
+            "shards of rank 0 and average the gradients of different ones. For copies of the model: "
+            "autotp.parallelize(model, tp=..., dp=...). A Trainer wraps whatever it finds in several "
+            "processes: take RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE out of os.environ after "
+            "parallelize, before its TrainingArguments are made, and every rank trains as if alone, on "
+            "the same batches."
         )
 
 
