@@ -18,6 +18,7 @@ from autotp.comm import Comm, simulate
 from autotp.errors import AbsentError, AutotpError, PlanError, RankError
 from autotp.mesh import Mesh
 from autotp.pipeline.absent import Absent, Home, Origin, QuietComm, absent
+from autotp.pipeline.stub import Stub
 from autotp.verify import relative_error
 
 GRANITE = functools.partial(
@@ -128,6 +129,32 @@ def test_a_part_of_the_model_may_be_called_and_hidden_states_are_everywhere():
         assert len(got.hidden_states) == len(want.hidden_states)
         for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
             assert relative_error(ours, theirs) < EXACT
+
+
+def test_under_inference_mode():
+    def use(model, inputs):
+        with torch.inference_mode():
+            return outcomes(model, inputs, ("greedy",))
+
+    want = outcomes(*build("llama_gqa"), ("greedy",))
+    for got in in_stages("llama_gqa", use):
+        assert relative_error(got[0], want[0]) < EXACT and torch.equal(got[1], want[1])
+
+
+def test_a_unit_that_changes_its_argument_in_place_is_refused_where_that_would_be_stale():
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x.mul_(2) + 1
+
+    stub = Stub("doubles", Doubles().forward)
+    origin = Origin("doubles", 1, Home(torch.device("cpu"), (0,)))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, pytest.raises(AbsentError, match="changes an argument in place"):
+            stub.run((torch.ones(3),), {}, origin)
+    with torch.no_grad():
+        for size in (3, 5, 3):  # what is known of shapes is known by shape
+            out = stub.run((absent(torch.empty(size, device="meta"), origin),), {}, origin)
+            assert isinstance(out, Absent) and out.shape == (size,)
 
 
 def test_other_stages_weights_and_caches_take_no_memory():

@@ -100,8 +100,9 @@ def is_missing(value: Any) -> bool:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """The shape, strides and dtype of a tensor, on the meta device. Of an Absent: the one it stands on."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """The shape, strides and dtype of a tensor, on the meta device. It counts its changes in place, also
+    under inference mode."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

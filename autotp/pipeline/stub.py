@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import AbsentError, AutotpError
 from ..nested import map_parts, map_tensors
-from .absent import READS, Absent, Origin, absent, on_meta
+from .absent import Absent, Origin, absent, on_meta
 
 
 class Hollow(TorchFunctionMode):
@@ -23,12 +23,13 @@ class Hollow(TorchFunctionMode):
 
     Small integers that the rank knows stay real, even where the model moves them to the device of what it
     does not know (a static cache's length is moved to the device of the keys): code outside reads them.
-    reads: whether a value was read, so that the outcome may depend on values.
+    forms: what is known of operations' results, kept from run to run: shape functions of the meta device are
+    Python and take longer than a small layer's products on real tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forms: Forms) -> None:
         super().__init__()
-        self.reads = False
+        self.forms = forms
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,14 +41,79 @@ class Hollow(TorchFunctionMode):
                 return func(*args)
             meta, real = _kinds((*args, *given.values()))
             if not real:
-                return func(*args, **given)
+                return self.forms.result(func, args, given)
             if meta:
                 return _converted(func, name, args, given)
-            self.reads = self.reads or name in READS
             if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
                 if any(_is_meta_device(a) for a in (*args[1:], *given.values())):
                     return args[0]
             return func(*args, **given)
+
+
+class Forms:
+    """Shapes, strides and dtypes of the results of operations, by those of their operands.
+
+    Only of operations that give one new tensor: not a view, not an operand, none changed in place. Their
+    results follow from the key; on meta tensors there is nothing else that they could follow from, but for
+    autocast, under which nothing is looked up.
+    """
+
+    MOST = 512  # entries: a cache's operations have other shapes for each token
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        self._never: set[Any] = set()  # functions that give anything else
+
+    def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` gives on meta tensors."""
+        if func in self._never or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return func(*args, **kwargs)
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        operands: list[Tensor] = []
+        if not _describe((*args, *kwargs, *kwargs.values()), parts, operands):
+            return func(*args, **kwargs)
+        key = tuple(parts)
+        known = self._known.get(key)
+        if known is not None:
+            return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+        versions = [_changes(x) for x in operands]
+        result = func(*args, **kwargs)
+        if (
+            not operands
+            or not isinstance(result, Tensor)
+            or not result.is_meta
+            or result._is_view()
+            or any(result is x for x in operands)
+            or versions != [_changes(x) for x in operands]
+        ):
+            self._never.add(func)
+            return result
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        self._known[key] = result.shape, result.stride(), result.dtype
+        return result
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _describe(values: Sequence[Any], parts: list[Any], operands: list[Tensor]) -> bool:
+    """Add to `parts` all that a result's form can follow from; False where there is something else."""
+    for value in values:
+        if isinstance(value, Tensor):
+            parts += (value.shape, value.stride(), value.dtype)
+            operands.append(value)
+        elif value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+            parts += (type(value), value)
+        elif type(value) in (tuple, list, torch.Size):
+            parts.append(len(value))
+            if not _describe(value, parts, operands):
+                return False
+        else:
+            return False
+    return True
 
 
 def _kinds(values: Sequence[Any]) -> tuple[bool, bool]:
@@ -91,6 +157,7 @@ class Stub:
 
     def __init__(self, path: str, forward: Callable[..., Any]) -> None:
         self.path, self.forward = path, forward
+        self.forms = Forms()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """The unit's output, with Absents for tensors; arguments that it gives on are given on.
@@ -117,7 +184,7 @@ class Stub:
 
         args, kwargs = map_tensors(args, hollow), map_tensors(kwargs, hollow)
         try:
-            with torch.no_grad(), Hollow():
+            with torch.no_grad(), Hollow(self.forms):
                 result = self.forward(*args, **kwargs)
         except AutotpError:
             raise
