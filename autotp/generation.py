@@ -132,10 +132,11 @@ class RegionRng:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """May this module drop anything in training? Told by its nn.Dropout children and the rates it keeps."""
+    """May this module drop anything in training? Told by its nn.Dropout children and the rates it keeps; one
+    that keeps none may have its rate as a literal in its code."""
     rates = [v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)]
     rates += [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
-    return any(rate > 0 for rate in rates)
+    return not rates or any(rate > 0 for rate in rates)
 
 
 def synchronise_rng(model: nn.Module, comm: Comm) -> RemovableHandle:

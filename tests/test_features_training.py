@@ -316,3 +316,38 @@ def test_copies_names_loading_and_saving(tmp_path: Path) -> None:
         assert_same_grads(grads, want_grads)
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(rank), dtype=torch.float64).eval()
         assert_close(logits_of(loaded(**inputs)).detach(), want)
+
+
+class LiteralDropout(nn.Module):
+    """Attention whose rate of dropout stands in the code. Queries and keys are zero and values all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 96, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, -1, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        rate = 0.5 if self.training else 0.0
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+def test_attention_dropout_of_a_literal_rate_differs_by_rank() -> None:
+    x = torch.ones(1, 16, 8)
+
+    def build() -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = LiteralDropout()
+        with torch.no_grad():
+            model.qkv.weight.fill_(0.1)
+        return model, {"x": x}
+
+    def use(model: nn.Module, inputs: Any) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        model.get_submodule("out").register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+        model.train()(x)
+        return seen[0]
+
+    first, second = on_ranks(2, build, use)
+    assert first.shape == second.shape == (1, 16, 16) and not torch.equal(first, second)
