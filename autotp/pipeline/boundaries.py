@@ -48,6 +48,15 @@ class Dataflow:
         self.ends = [unit.end for unit in units]
         self.outputs = [_output_leaves(unit) for unit in units]
         self.boundaries = [Boundary() for _ in units[1:]]
+        # A unit is not run without all that is given to it, used or not.
+        self.given: dict[fx.Node, list[fx.Node]] = {}
+        for unit in units:
+            if unit.start < unit.end:
+                first = self.nodes[unit.start]
+                taken: list[fx.Node] = []
+                map_nodes((unit.call.args, unit.call.kwargs), taken.append)
+                for node in taken:
+                    self.given.setdefault(node, []).append(first)
         for node in self.nodes:
             if node in dependent:
                 self._pass(node)
@@ -63,9 +72,9 @@ class Dataflow:
         return i if i < len(self.units) and self.units[i].start <= at else None
 
     def uses(self, node: fx.Node) -> list[fx.Node]:
-        """What computes with its value: not what reads its sizes, and not the model's output, whose parts are
-        sent from where they are."""
-        return [user for user in node.users if node in sources(user)]
+        """What computes with its value, and the first operations of units that it is given to: not what reads
+        its sizes, and not the model's output, whose parts are sent from where they are."""
+        return [*(user for user in node.users if node in sources(user)), *self.given.get(node, ())]
 
     def _between(self, first: int, last: int) -> Iterator[int]:
         """The boundaries behind the node at index `first` and before the one at `last`."""
