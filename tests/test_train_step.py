@@ -14,7 +14,7 @@ from whole import FLOAT32, assert_same_grads
 
 import autotp
 from autotp.comm import simulate
-from autotp.errors import TrainError
+from autotp.errors import RankError, TrainError
 from autotp.generation import synchronise_rng
 from autotp.gradients import plain
 from autotp.losses import Watch, Weights, combined
@@ -138,6 +138,39 @@ def test_stages_of_tensor_parallel_ranks_and_copies_of_stages() -> None:
     both = (2, 2, 1)
     jobs: list[Job] = [(both, "llama_mqa", "zero-bubble", 4, 2, 1), (both, "qwen3", "1f1b", 4, 2, 2)]
     check(4, [*jobs, ((1, 2, 2), "llama_tied", "1f1b", 2, 2, 2)])
+
+
+def _one_fails(rank: int) -> str:
+    model, inputs = staged("gpt2", 1, 2, 1, 2)
+    batch, calls, block = padded_batch(inputs), [0], model.transformer.h[1].mlp
+    with pytest.raises(RankError, match="was given another batch than rank 0: labels of micro-batch 0"):
+        train_step(model, {**batch, "labels": batch["labels"] + rank}, 4)
+    with pytest.raises(TrainError, match="has no loss to train on"):  # known to the last stage alone
+        train_step(model, {"input_ids": batch["input_ids"]}, 4)
+    with pytest.raises(TrainError, match="1f1b over 2 stages needs 2 micro-batches"):
+        train_step(model, batch, 1)
+    train_step(model, batch, 4)
+    before = own_grads(model)
+    forward = block.forward
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise ValueError("out of luck")
+        return forward(*args)
+
+    block.forward = failing if rank == 1 else forward
+    with pytest.raises(RankError) as error:
+        train_step(model, batch, 4)
+    assert_same_grads(own_grads(model), before, 0.0)  # as they were
+    with pytest.raises(RankError, match="start the processes anew"):
+        train_step(model, batch, 4)
+    return str(error.value)
+
+
+def test_a_failure_on_one_stage_is_told_on_all() -> None:
+    for said in run(2, _one_fails):
+        assert said.startswith("rank 1 (pp 1), stage 1, micro-batch 2, at transformer.h.1") and "luck" in said
 
 
 @pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])

@@ -6,12 +6,16 @@ loss is the model's own. Messages and their order are torch's.
 
 from __future__ import annotations
 
+import gc
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -79,9 +83,11 @@ def _sendable(x: Tensor, grad: bool) -> Tensor:
 
 @dataclass
 class Runner:
-    """A schedule, made for micro-batches of certain shapes. signature: which."""
+    """A schedule, made for micro-batches of certain shapes. signature: which. group: of its messages alone,
+    so that closing it ends the other stages' waiting and nothing else."""
 
     signature: Any
+    group: dist.ProcessGroup
     modules: list[StageModule]
     schedule: Any
 
@@ -98,11 +104,17 @@ def run_in_stages(
     """Forward and backward of all micro-batches; `.grad`s of this rank's stages are their weighted sums."""
     if not isinstance(mesh.pp, ProcessComm) or pipeline.channel is None:
         raise PlanError("train_step over stages needs processes: its schedules are torch.distributed's.")
+    failed = getattr(pipeline, "failed", None)
+    if failed:
+        raise RankError("an earlier train_step failed, and closed the stages' connections: start the "
+                        f"processes anew. It said: {failed}")
     signature = (schedule, len(parts), _shapes(parts[0]), model.training)
     runner: Runner | None = getattr(pipeline, "runner", None)
     if runner is None or runner.signature != signature:
         same_batch(_named(parts), mesh.pp)
-        runner = Runner(signature, *_built(model, pipeline, mesh, parts, schedule))
+        group = runner.group if runner is not None else _group_of_its_own(mesh.pp)
+        runner = _built(model, pipeline, group, parts, schedule, signature)
+        del group                                # see `_close`
         pipeline.runner = runner  # type: ignore[attr-defined]
     for module in runner.modules:
         module.parts, module.weights = parts, weights
@@ -112,11 +124,15 @@ def run_in_stages(
         with copies.paused() if copies is not None else nullcontext():
             runner.schedule.step(index=numbers, target=numbers)
     except BaseException as error:
-        pipeline.runner = None  # type: ignore[attr-defined]  # its buffers are in disorder
-        raise _failure(pipeline, error) from error
-    finally:
-        for module in runner.modules:
-            module.parts, module.weights = (), None
+        failure = _failure(pipeline, error)
+        _note(failure, "".join(traceback.format_exception(error)))
+        held = [runner.group]
+        pipeline.runner = runner = None  # type: ignore[attr-defined]
+        pipeline.failed = str(failure)  # type: ignore[attr-defined]
+        _close(held, error)
+        raise failure from None
+    for module in runner.modules:
+        module.parts, module.weights = (), None
 
 
 def _failure(pipeline: Pipeline, error: BaseException) -> BaseException:
@@ -129,16 +145,44 @@ def _failure(pipeline: Pipeline, error: BaseException) -> BaseException:
         said = channel.said()
         if said:
             return RankError(said)
-        cause = RankError(f"{pipeline.place}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    channel.fail(f"{type(cause).__name__}: {cause}")
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        cause = RankError(f"{pipeline.place}, or a stage it waits for: {lines[0].strip()}")
+    channel.fail(str(cause))
     return cause
 
 
+def _note(failure: BaseException, text: str) -> None:
+    if hasattr(failure, "add_note"):  # Python 3.11
+        failure.add_note(text)
+    else:
+        print(text, file=sys.stderr)
+
+
+def _close(held: list[dist.ProcessGroup], error: BaseException | None) -> None:
+    """Close the connections of the group in `held`. gloo does when nothing has the group any more: so what
+    the calls that failed held goes, too."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    dist.destroy_process_group(held.pop())
+    gc.collect()
+
+
+def _group_of_its_own(comm: ProcessComm) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
+
+
 def _built(
-    model: nn.Module, pipeline: Pipeline, mesh: Mesh, parts: Sequence[Mapping[str, Any]], schedule: str
-) -> tuple[list[StageModule], Any]:
+    model: nn.Module,
+    pipeline: Pipeline,
+    group: dist.ProcessGroup,
+    parts: Sequence[Mapping[str, Any]],
+    schedule: str,
+    signature: Any,
+) -> Runner:
     """The stages of this rank, and torch's schedule over them."""
-    assert isinstance(mesh.pp, ProcessComm)
     shapes = pipeline.shapes(model, parts[0])
     modules, stages = [], []
 
@@ -154,12 +198,12 @@ def _built(
         outputs = example(module.sends) if not module.last else (torch.empty(1, device="meta"),)
         stage = pipelining.PipelineStage(
             module, number, pipeline.stages.count, pipeline.home.device,
-            input_args=example(module.receives), output_args=outputs, group=mesh.pp.group,
+            input_args=example(module.receives), output_args=outputs, group=group,
             dw_builder=module.deferred.take if module.deferred else None,
         )  # fmt: skip
         modules.append(module)
         stages.append(stage)
-    return modules, _schedule(schedule, stages, len(parts), pipeline.size)
+    return Runner(signature, group, modules, _schedule(schedule, stages, len(parts), pipeline.size))
 
 
 def _schedule(name: str, stages: list[Any], count: int, ranks: int) -> Any:
