@@ -15,15 +15,11 @@ from whole import FLOAT32, assert_same_grads
 import autotp
 from autotp.comm import simulate
 from autotp.errors import RankError, TrainError
-from autotp.generation import synchronise_rng
 from autotp.gradients import plain
 from autotp.losses import Watch, Weights, combined
-from autotp.mesh import Mesh, attach
+from autotp.mesh import Mesh
 from autotp.microbatches import split_batch
-from autotp.pipeline.absent import QuietComm, is_missing
-from autotp.pipeline.channel import channel
-from autotp.pipeline.install import install
-from autotp.rewrite import rewrite
+from autotp.pipeline.absent import is_missing
 from autotp.state import gather
 from autotp.train import train_step
 
@@ -63,17 +59,7 @@ def whole_step(name: str, times: int = 1) -> tuple[float, dict[str, torch.Tensor
 def staged(name: str, tp: int, pp: int, dp: int, count: int) -> tuple[nn.Module, dict[str, Any]]:
     """The model in `count` stages over the ranks of this process group."""
     model, inputs = MODELS[name]()
-    mesh = attach(tp, pp, dp)
-    plan = autotp.plan(model, tp, pp=count, example_inputs=inputs)
-    comm = QuietComm(mesh.tp) if tp > 1 else mesh.tp
-    rewrite(model, plan, comm)
-    state: Any = model.autotp
-    state.mesh = mesh
-    if tp > 1:
-        synchronise_rng(model, comm)
-    state.pipeline = install(model, plan.stages, mesh.pp.rank, pp, channel(mesh.pp), str(mesh))
-    if dp > 1:
-        autotp.data_parallel.keep_copies_alike(model, mesh, 0, [])
+    autotp.parallelize(model, tp, pp, dp, stages=count, example_inputs=inputs)
     return model, inputs
 
 
