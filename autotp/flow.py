@@ -206,7 +206,7 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
         return
     flow.inside.add(node)
     flow.params.update(own_params)
-    if len(own) != len(own_params):
+    if len(own) != len(own_params) and not (own_params and index.keeps_statistics(node)):
         flow.problems.append(f"{describe(node)}: it has buffers along the axis")
     for op in carrying:
         if op.node not in flow.sharded:

@@ -172,6 +172,11 @@ class GraphIndex:
         path = str(node.target) if node.op == "call_module" else str(node.meta["scope"])
         return path if isinstance(self.captured.skeleton.get_submodule(path), torch.nn.Embedding) else None
 
+    def keeps_statistics(self, node: fx.Node) -> bool:
+        """A batch norm: its buffers stay whole, its parallel layer takes its part of them."""
+        module = self.captured.skeleton.get_submodule(str(node.target))
+        return isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d))
+
     def facts(self, node: fx.Node) -> Facts | None:
         return self.axes.facts.get(node)
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
+from .alone import split_alone
 from .axes import Axis, factors, leaves, product, show
 from .captured import CapturedGraph
 from .choose import Choice
 from .experts import with_experts
+from .foreign import hooks_of
 from .graph import RANDOM, GraphIndex, describe, tensors_of
 from .ints import plain
+from .kinds import parallel_kind
 from .layouts import ParamLayout
 from .local import dim_layout
 from .outputs import seen_from_outside
 from .place import Arrow
 from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, Region, SliceDim
 from .realise import Where
-from .skeleton import leaf_class, linear_kind
 from .solve import argument
 
 if TYPE_CHECKING:
@@ -32,12 +35,18 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
     """The analysis as data."""
     index, choice = found.index, found.choice
     params = _params(found, tp)
+    alone = split_alone(found, params, hooks_of(model), tp) if found.alone and not found.experts else {}
+    for path, layouts in alone.items():
+        params |= {p.name: p for p in _alone_params(found, params, path, layouts)}
     kept = {
         name: _why_kept(index, choice, name)
         for name, p in params.items()
         if p.layout is None and len(p.shape) > 1
     }
     collectives, layers = _collectives(found, tp)
+    for path in alone:
+        collectives += _around(found, path)
+        layers.append(LayerPlan(path, "column", {"enter": True, "gather": True}))
     plan = Plan(
         model=type(model).__name__,
         tp=tp,
@@ -54,6 +63,28 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         observed=tuple(_observed(found, tp)),
     )
     return with_experts(plan, found.experts)
+
+
+def _alone_params(
+    found: Analysis, params: dict[str, ParamPlan], path: str, layouts: dict[str, ParamLayout]
+) -> Iterator[ParamPlan]:
+    names = next(own for n, own in found.index.module_params.items() if str(n.target) == path)
+    for own, layout in layouts.items():
+        why = "split alone: no axis of it can be sharded, and much would stay whole"
+        yield replace(params[names[own]], layout=layout, gradient="own", why=why)
+
+
+def _around(found: Analysis, path: str) -> Iterator[Collective]:
+    """The arrows in a layer that is split alone, one for each of its calls."""
+    for node in [n for n in found.index.module_params if str(n.target) == path]:
+        operand = found.index.operands[node][0].node
+        for kind, at, why in (
+            ("enter", operand, "its weight is split alone"),
+            ("gather", node, "its weight is split alone: what follows needs all of it"),
+        ):
+            value = next(tensors_of(at.meta["val"]))
+            size = value.numel() * value.element_size()
+            yield Collective(kind, (Where("layer", path),), tuple(value.shape), size, why)
 
 
 def _observed(found: Analysis, tp: int) -> Iterator[Collective]:
@@ -169,7 +200,7 @@ def _collectives(found: Analysis, tp: int) -> tuple[list[Collective], list[Layer
     layers: dict[str, tuple[str, dict[str, Any]]] = {}
     for node in sorted(found.placement.inside, key=index.order.__getitem__):
         if node.op == "call_module":
-            kind = _parallel_kind(index, choice, node)
+            kind = parallel_kind(index, choice, node)
             if kind:
                 layers.setdefault(str(node.target), (kind, {}))
         elif (table := index.looks_up(node)) is not None:
@@ -209,27 +240,6 @@ def _collectives(found: Analysis, tp: int) -> tuple[list[Collective], list[Layer
 
 def _reduced(found: Analysis) -> set[fx.Node]:
     return {a.source for a in found.placement.arrows if a.kind == "reduce"}
-
-
-def _parallel_kind(index: GraphIndex, choice: Choice, node: fx.Node) -> str | None:
-    kind = layer_kind(index, node)
-    own = {
-        o: index.param_leaves.get(n, frozenset()) & set(choice.flows)
-        for o, n in index.module_params[node].items()
-    }
-    if kind == "dropout":
-        return "dropout"
-    if not any(own.values()):
-        return None
-    if kind != "linear" and kind != "embedding":
-        return kind
-    weight = index.axes.params[index.module_params[node]["weight"]]
-    module = index.captured.skeleton.get_submodule(str(node.target))
-    sharded = [d for d, axis in enumerate(weight) if set(leaves(axis)) & set(choice.flows)]
-    if kind == "embedding":
-        return "vocab" if sharded == [0] else "embedding"
-    out_dim = 0 if linear_kind(module) == "linear" else 1
-    return "column" if sharded == [out_dim] else "row"
 
 
 def _share(arrow: Arrow, choice: Choice, rank: int) -> tuple[int, int]:
@@ -285,25 +295,3 @@ def _local_arguments(found: Analysis) -> list[LocalArgument]:
         local = tuple(s.patches.get((node, path), whole) for s in found.solutions)
         result.setdefault(where, LocalArgument(where, whole, local))
     return list(result.values())
-
-
-def layer_kind(index: GraphIndex, node: fx.Node) -> str:
-    """Which parallel layer a leaf call can become; `other` if none."""
-    module = index.captured.skeleton.get_submodule(str(node.target))
-    if linear_kind(module):
-        return "linear"
-    cls = leaf_class(module)
-    if cls is None:
-        return "embedding" if isinstance(module, nn.Embedding) else "other"
-    if issubclass(cls, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-        return "conv" if module.groups == module.in_channels > 1 else "other"
-    for kind, classes in {
-        "embedding": (nn.Embedding,),
-        "norm": (nn.LayerNorm, nn.RMSNorm),
-        "attention": (nn.MultiheadAttention,),
-        "dropout": (nn.Dropout,),
-    }.items():
-        if issubclass(cls, classes):
-            return kind
-    return "other"

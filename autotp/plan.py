@@ -69,7 +69,7 @@ class LayerPlan:
     `layers.py`."""
 
     module: str
-    kind: str  # column, row, vocab, embedding, norm, conv, attention, dropout
+    kind: str  # column, row, vocab, embedding, norm, batch norm, grouped, attention, dropout
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -29,7 +29,8 @@ from .foreign import Hooked, doubts, hooks_of
 from .graph import GraphIndex, describe
 from .inputs import bind_inputs
 from .inputs import example_inputs as make_inputs
-from .lowering import layer_kind, to_plan
+from .kinds import layer_kind, parallel_kind
+from .lowering import to_plan
 from .outputs import unasked
 from .pipeline.cut import cut
 from .pipeline.stages import Stages
@@ -56,6 +57,7 @@ class Analysis:
     solutions: list[Solution]  # per rank
     policy: BoundPolicy
     experts: tuple[Experts, ...] = ()  # modules of experts that are split by expert
+    alone: bool = True  # weights that no axis shards may be split one by one
 
 
 def analyse(
@@ -176,17 +178,10 @@ def _unsupported(
                     a for c in index.axes.facts[node].contracts for a in leaves(c.axis) if a in choice.flows
                 )
                 found.append((f"{describe(node)}: a look-up outside of an nn.Embedding", axes))
-        if node.op != "call_module" or layer_kind(index, node) != "other":
-            continue
-        touched = [
-            a
-            for name in index.module_params[node].values()
-            for a in index.param_leaves.get(name, ())
-            if a in choice.flows
-        ]
-        if touched:
+        if node.op == "call_module" and parallel_kind(index, choice, node) == "other":
             kind = type(index.captured.skeleton.get_submodule(str(node.target))).__name__
-            found.append((f"{describe(node)}: no parallel form of {kind}", frozenset(touched)))
+            axes = frozenset(a for a, flow in choice.flows.items() if node in flow.inside)
+            found.append((f"{describe(node)}: no parallel form of {kind}", axes))
     return found
 
 
@@ -264,6 +259,9 @@ def plan_and_analysis(
             return _in_styles(result, found, model), found
         except AutotpError as doubt:
             axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
+            if not axes and found.alone:
+                found = replace(found, alone=False)
+                continue
             if not axes:
                 raise
             refused.update(dict.fromkeys(axes, str(doubt).splitlines()[0]))
@@ -301,7 +299,7 @@ def _check_ways(
             refused = allowed_by(result, way.index)
             unbound = Policy().bind(way.index, result.tp)
             decided = decide(way.index, result.tp, unbound, refused, hooked, bool(found.experts))
-            other = to_plan(model, decided, result.tp)
+            other = to_plan(model, replace(decided, alone=found.alone), result.tp)
             wrong = disagreement(result, other, way.index.captured)
         except AutotpError as error:
             raise PlanError(f"{told}, and no plan for that is found: {error}").at(where) from error

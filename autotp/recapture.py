@@ -76,7 +76,7 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
             layer._modules = {}  # so that recording does not grow with the depth
         again = capture(local, **found.captured.inputs)
         compare(found, again, rank)
-        compare_arrows(found, again, {call.path for call in repeated})
+        compare_arrows(found, plan, again, {call.path for call in repeated})
         captures.append(again)
         if len(captures) == 1 and _decodes(model):
             unseen = check_decoding(model, local, found, repeated)
@@ -287,7 +287,7 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
         )
 
 
-def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) -> None:
+def compare_arrows(found: Analysis, plan: Plan, again: CapturedGraph, left_out: set[str]) -> None:
     """Every arrow of the plan must have run, as often as planned: no more, no fewer. `left_out`: layers not
     run again."""
 
@@ -315,6 +315,12 @@ def compare_arrows(found: Analysis, again: CapturedGraph, left_out: set[str]) ->
         )
         for arrow, places in found.realised.places
         for where in filter(counted, places)
+    }
+    placed |= {  # those of layers that are split alone
+        (kind, False, where, where.module not in hidden)
+        for layer in plan.layers
+        if "enter" in layer.options and counted(where := Where("layer", layer.module))
+        for kind in ("enter", "gather")
     }
     planned: Counter[str] = Counter()
     unseen: Counter[str] = Counter()  # without gradients an arrow may leave no trace

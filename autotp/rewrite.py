@@ -159,15 +159,17 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
         return found.layout.dims[dim]
 
     options = layer.options
+    dense = isinstance(module, layers.CONVOLUTIONS)
     if layer.kind == "column":
         out_dim = 1 if layers.is_transposed(module) else 0
-        layers.make_column(
-            module, layout("weight", out_dim), comm, gather_output="gather" in options, enter=False
-        )
+        make = layers.make_conv_column if dense else layers.make_column
+        whole, enter = "gather" in options, "enter" in options
+        make(module, layout("weight", out_dim), comm, gather_output=whole, enter=enter)
     elif layer.kind == "row":
         in_dim = 0 if layers.is_transposed(module) else 1
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
-        layers.make_row(module, layout("weight", in_dim), comm, reduce=how)
+        row = layers.make_conv_row if dense else layers.make_row
+        row(module, layout("weight", in_dim), comm, reduce=how)
     elif layer.kind == "vocab":
         how = "reduce_enter" if options.get("reduce") else "reduce"
         layers.make_vocab_embedding(module, layout("weight", 0), comm, reduce=how)
@@ -175,8 +177,10 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
         layers.make_feature_embedding(module, layout("weight", 1), comm)
     elif layer.kind == "norm":
         layers.make_norm(module, layout("weight", 0), comm)
-    elif layer.kind == "conv":
-        layers.make_depthwise_conv(module, layout("weight", 0), comm)
+    elif layer.kind == "batch norm":
+        layers.make_batch_norm(module, layout("weight", 0), comm)
+    elif layer.kind == "grouped":
+        layers.make_grouped_channels(module, layout("weight", 0), comm)
     elif layer.kind == "attention":
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"
         if getattr(module, "in_proj_weight", None) is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from .axes import Axis, factors, leaves
+from .axes import Axis, factors, leaves, product
 from .choose import Choice
 from .graph import GraphIndex, describe, has_tensor, walk
 from .ints import Attr, Dim, Expr, TrackedFloat, TrackedInt, atoms, evaluate, plain
@@ -312,6 +313,11 @@ def _sizes(
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         if groups > 1 and out[1].size == groups:  # depthwise: as many groups as channels
             yield ((6,) if len(args) > 6 else ("groups",)), (node, out[1], None)
+    elif name == "group_norm":
+        whole = index.axes.of[args[0]][1]
+        major = _major(whole, kwargs.get("num_groups", args[1] if len(args) > 1 else 0))
+        if major is not None:
+            yield ((1,) if len(args) > 1 else ("num_groups",)), (args[0], major, None)
     elif name == "narrow":
         source, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
         whole = index.axes.of[source][dim]
@@ -321,6 +327,16 @@ def _sizes(
         yield ((3,) if len(args) > 3 else ("length",)), (node, out[dim], None)
     elif name in ("__getitem__", "getitem") and isinstance(args[0], fx.Node) and has_tensor(args[0]):
         yield from _slice_offsets(index, args[0], args[1])
+
+
+def _major(dim: Axis, size: int) -> Axis | None:
+    """The leading factors of `dim` that make up `size`."""
+    parts: list[Axis] = []
+    for factor in factors(dim):
+        parts.append(factor.find())
+        if math.prod(p.size for p in parts) >= size:
+            break
+    return product(parts) if math.prod(p.size for p in parts) == size else None
 
 
 def node_ndim(node: fx.Node) -> int:

@@ -274,7 +274,7 @@ def test_grouped_convolutions(groups, per_in, per_out):
         module = randomise(cls(groups * per_in, groups * per_out, 3, padding=1, groups=groups))
         x = torch.randn(2, groups * per_in, *shape, dtype=torch.float64)
         for shard in (lambda m, comm: make.make_grouped(m, layout, comm),
-                      lambda m, comm: make.make_depthwise_conv(m, cut_out[1], comm)):
+                      lambda m, comm: make.make_grouped_channels(m, cut_out[1], comm)):
             module.zero_grad()
             compare(module, x, 2, shard, cut_in=cut_in, cut_out=cut_out)
 
@@ -399,7 +399,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
     with pytest.raises(LayoutError, match="rank 1 of 2 would hold none"):
         make.make_column(nn.Linear(2, 1), split(1, 2), comm)
     with pytest.raises(LayoutError, match="cuts through"):
-        make.make_depthwise_conv(nn.Conv1d(2, 6, 1, groups=2), (((0, 2),), ((2, 6),)), comm)
+        make.make_grouped_channels(nn.Conv1d(2, 6, 1, groups=2), (((0, 2),), ((2, 6),)), comm)
     linear = nn.Linear(2, 4)
     make.make_column(linear, halves, comm)
     with pytest.raises(LayerError, match="already tensor-parallel"):

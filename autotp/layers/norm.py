@@ -1,15 +1,16 @@
-"""torch's norms over a sharded dim, and grouped convolutions and norms with their groups sharded."""
+"""torch's norms over a sharded dim or with their channels sharded, grouped convolutions with their groups."""
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import collectives
 from ..comm import Comm
 from ..errors import LayerError
-from ..layouts import Layout, check, expand, is_partition, local_size, shrink, whole_size
+from ..layouts import Layout, check, expand, is_partition, local_size, shrink, take_dim, whole_size
 from .base import Layouts, Parallel, Tp, shard_parameters, subclass
 
 
@@ -103,12 +104,60 @@ def make_grouped(module: Any, layout: Layout, comm: Comm) -> Layouts:
     return made
 
 
-def make_depthwise_conv(module: Any, layout: Layout, comm: Comm) -> Layouts:
-    """`make_grouped` for a convolution, from the layout of its *output channels* (dim 0 of its weight).
+def make_grouped_channels(module: Any, layout: Layout, comm: Comm) -> Layouts:
+    """`make_grouped`, from the layout of the channels: a convolution's *output* channels (dim 0 of its
+    weight), an nn.GroupNorm's channels.
 
     LayerError when a group's channels would be parted.
     """
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        raise LayerError(f"{type(module).__name__} is no convolution.")
-    per_group = module.out_channels // module.groups
-    return make_grouped(module, shrink(layout, per_group, "the convolution's groups"), comm)
+    if isinstance(module, nn.GroupNorm):
+        per_group = module.num_channels // module.num_groups
+    elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        per_group = module.out_channels // module.groups
+    else:
+        raise LayerError(f"{type(module).__name__} has no groups of channels.")
+    return make_grouped(module, shrink(layout, per_group, f"the groups of {type(module).__name__}"), comm)
+
+
+class _ChannelBatchNorm(Parallel):
+    """Torch's batch norm on this rank's channels. The running statistics stay whole on every rank: in
+    training each rank's part of them is sent to the others, so that they are the same everywhere.
+    """
+    tp_axis = "channels"
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Any = self
+        norm._check_input_dim(x)
+        comm, layout = self.tp.comm, self.tp.layout
+        updates = norm.training and norm.track_running_stats and norm.running_mean is not None
+        share = 0.0 if norm.momentum is None else norm.momentum
+        if updates and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if norm.momentum is None:  # the mean over all batches
+                share = 1.0 / float(norm.num_batches_tracked)
+        mean, var = None, None
+        if norm.running_mean is not None and (updates or not norm.training):
+            mean = take_dim(norm.running_mean, 0, self.tp.ranges).clone()
+            var = take_dim(norm.running_var, 0, self.tp.ranges).clone()
+        of_batch = norm.training or norm.running_mean is None
+        y = F.batch_norm(x, mean, var, norm.weight, norm.bias, of_batch, share, norm.eps)
+        if updates and mean is not None and var is not None:
+            with torch.no_grad():
+                both = collectives.gather_values(torch.stack([mean, var]), 1, layout, comm)
+                norm.running_mean.copy_(both[0])
+                norm.running_var.copy_(both[1])
+        return y
+
+
+def make_batch_norm(module: Any, layout: Layout, comm: Comm) -> Layouts:
+    """Shard the channels of an nn.BatchNorm1d/2d/3d: input and output `[batch, local channels, ...]`. Its
+    statistics are per channel, so they are those of the whole. LayerError for other classes.
+    """
+    if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not is_partition(layout):
+        raise LayerError(f"{type(module).__name__} is no batch norm whose channels are held once each.")
+    splits = {name: (0, module.num_features, layout) for name in ("weight", "bias")}
+    made = shard_parameters(module, splits, comm)
+    norm: Any = module
+    norm.__class__ = subclass(_ChannelBatchNorm, type(module), f"ChannelParallel{type(module).__name__}")
+    norm.tp = Tp(comm, layout)
+    return made

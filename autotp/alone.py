@@ -1,0 +1,125 @@
+"""Weights that no axis shards, split one by one.
+
+An axis that is sharded through a model (heads, an MLP's hidden axis) costs one collective for several
+products. Where none can be (a state space that scans over it, a product from the residual stream to itself)
+the weight can still be split by itself: each rank computes its part of the output, which is gathered at once.
+To all around it the layer is what it was; so this needs no proof but that its input and output are replicated
+and their gradients whole.
+
+It costs a collective for every product, and is done only where much would stay whole otherwise: with a tenth
+of the weights on every rank, eight ranks are less than five times as fast as one (Amdahl, 1967). The largest
+weights go first, all of one shape together, until less than that tenth is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from .axes import leaves
+from .flow import Flow
+from .foreign import Hooked
+from .graph import GraphIndex
+from .kinds import layer_kind
+from .layouts import ParamLayout
+from .layouts import split as split_evenly
+from .skeleton import linear_kind
+
+if TYPE_CHECKING:
+    from .plan import ParamPlan
+    from .planner import Analysis
+
+TOLERATED = 0.1  # the share of the block weights that may stay whole
+
+
+def split_alone(
+    found: Analysis, params: Mapping[str, ParamPlan], hooked: Hooked, tp: int
+) -> dict[str, dict[str, ParamLayout]]:
+    """The modules to split alone: path -> layouts of its parameters by their own names. Empty where at most a
+    tenth of the block weights stays whole without it."""
+    block = [p for p in params.values() if p.block]
+    whole = sum(math.prod(p.shape) * (1 - p.sharded_share) for p in block)
+    allowed = TOLERATED * sum(math.prod(p.shape) for p in block)
+    if whole <= allowed or tp == 1:
+        return {}
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for path, weight in _candidates(found, params, hooked, tp):
+        alike[params[weight].shape].append(path)
+    done: dict[str, dict[str, ParamLayout]] = {}
+    for shape in sorted(alike, key=math.prod, reverse=True):
+        if whole <= allowed:
+            break
+        for path in alike[shape]:
+            done[path] = _layouts(found.index, path, params, tp)
+            whole -= math.prod(shape)
+    return done
+
+
+def _candidates(
+    found: Analysis, params: Mapping[str, ParamPlan], hooked: Hooked, tp: int
+) -> Iterator[tuple[str, str]]:
+    """(path, name of the weight) of the linears and convolutions that can be split alone."""
+    index, placement = found.index, found.placement
+    used: dict[str, set[str]] = defaultdict(set)  # parameter -> the modules it is used by, "" for code
+    calls: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in index.nodes:
+        if node.op == "call_module":
+            calls[str(node.target)].append(node)
+            for name in index.module_params[node].values():
+                used[name].add(str(node.target))
+        elif node.op == "get_attr":
+            used[str(node.target)].add("")
+    unreduced = {n for flow in found.choice.flows.values() for n in flow.partial}
+    unreduced -= {a.source for a in placement.arrows if a.kind == "reduce"}
+    parts = placement.sharded | unreduced | placement.partial_gradient
+    gathered = {use for a in placement.arrows if a.kind == "gather" for use in a.users}
+    for path, nodes in calls.items():
+        own = index.module_params[nodes[0]]
+        weight = params.get(own.get("weight", ""))
+        free = (
+            weight is not None
+            and weight.block
+            and layer_kind(index, nodes[0]) in ("linear", "conv")
+            and getattr(index.captured.skeleton.get_submodule(path), "groups", 1) == 1
+            and set(own) <= {"weight", "bias"}
+            and all(used[name] == {path} and _plain(params[name]) for name in own.values())
+            and path not in hooked.modules
+            and not any(name in hooked.params for name in own.values())
+            and weight.shape[_out_dim(index, path)] % tp == 0
+            and not any(n in parts or n in placement.inside for n in nodes)
+            and all(o.node not in parts or (n, o.path) in gathered for n in nodes for o in index.operands[n])
+        )
+        if free and weight is not None and found.policy.veto(*_as_flow(index, path, weight.name)) is None:
+            yield path, weight.name
+
+
+def _plain(param: ParamPlan) -> bool:
+    return param.layout is None and not param.once and param.gradient == "whole" and not param.also
+
+
+def _out_dim(index: GraphIndex, path: str) -> int:
+    return 1 if linear_kind(index.captured.skeleton.get_submodule(path)) == "transposed" else 0
+
+
+def _as_flow(index: GraphIndex, path: str, weight: str) -> tuple:
+    """What a policy is asked about: an axis of the weight's output, and that it shards this weight."""
+    out = index.axes.params[weight][_out_dim(index, path)]
+    axis = max(leaves(out), key=lambda leaf: leaf.size)
+    return axis, Flow(axis, params={weight})
+
+
+def _layouts(
+    index: GraphIndex, path: str, params: Mapping[str, ParamPlan], tp: int
+) -> dict[str, ParamLayout]:
+    module = index.captured.skeleton.get_submodule(path)
+    found = {}
+    for own, tensor in module.named_parameters():
+        assert isinstance(tensor, torch.Tensor)
+        dim = _out_dim(index, path) if own == "weight" else 0
+        found[own] = ParamLayout(tuple(tensor.shape), {dim: split_evenly(tensor.shape[dim], tp)})
+    return found
