@@ -387,18 +387,85 @@ def inputs(model: nn.Module, make: Callable[[nn.Module], dict[str, Any]]) -> dic
     codebooks = getattr(getattr(config, "decoder", config), "num_codebooks", None)
     if codebooks and "input_ids" in given and getattr(config, "is_encoder_decoder", False) is False:
         given["input_ids"] = given["input_ids"].repeat(codebooks, 1)
-    if "encoder_hidden_states" in takes and "input_ids" in given and _unused(model, given):
-        width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-        states = torch.randn(
-            given["input_ids"].shape[0], 7, width, generator=torch.Generator().manual_seed(5)
-        )
-        with_states = {**given, "encoder_hidden_states": states.to(next(model.parameters()).dtype)}
+    best, left = given, len(_unused(model, given))
+    for more in _richer(model, given, takes) if left else ():
         try:
-            if len(_unused(model, with_states)) < len(_unused(model, given)):
-                return with_states
+            unused = len(_unused(model, more))
         except Exception:  # it takes them in a form of its own
-            return given
-    return given
+            continue
+        if unused < left:
+            best, left = more, unused
+        if not left:
+            break
+    return best
+
+
+_FEATURES = ("input_features", "pixel_values")
+_MASKS = ("input_features_mask", "feature_attention_mask")  # of the frames of a sound
+_PLACES = 40  # at most so many tokens stand for one image or sound
+
+
+def _richer(model: nn.Module, given: dict[str, Any], takes: Any) -> Iterator[dict[str, Any]]:
+    """The inputs with what else the model takes: an encoder's states, entities, images and sounds."""
+    config: Any = model.config
+    ids = given.get("input_ids")
+    if ids is None:
+        return
+    batch, length = ids.shape
+    generator = torch.Generator().manual_seed(5)
+    dtype = next(model.parameters()).dtype
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 64)
+    if "encoder_hidden_states" in takes:
+        yield {**given, "encoder_hidden_states": floats(batch, 7, width)}
+    elif "encoder_outputs" in takes and not config.is_encoder_decoder:
+        yield {**given, "encoder_outputs": (floats(batch, 7, width),)}
+    if "entity_ids" in takes:
+        places = torch.arange(length).repeat(batch, 3, 1)
+        yield {**given, "entity_ids": torch.full((batch, 3), 4), "entity_position_ids": places}
+    parts = [config, *(v for v in vars(config).values() if hasattr(v, "__dict__"))]
+    mels = next((v for c in parts if isinstance(v := _setting(c, "num_mel_bins"), int)), 80)
+    mels = next((v for c in parts if isinstance(v := _setting(c, "input_dim"), int)), mels)
+    frames = 2 * next((v for c in parts if isinstance(v := _setting(c, "max_source_positions"), int)), 16)
+    side = next((v for c in parts if isinstance(v := _setting(c, "image_size"), int)), 32)
+    shapes = {
+        "pixel_values": [(batch, 3, side, side), (batch, 1, 3, side, side)],
+        "input_features": [(batch, mels, frames), (batch, frames, mels)],
+    }
+    for name in (n for n in _FEATURES if n in takes and n not in given):
+        for shape in shapes[name]:
+            features = {name: floats(*shape)}
+            masks = {m: torch.ones(batch, frames, dtype=torch.long) for m in _MASKS if m in takes}
+            yield {**given, **features, **(masks if name == "input_features" else {})}
+            yield from _with_places(model, {**given, **features}, name, masks)
+
+
+def _with_places(
+    model: nn.Module, given: dict[str, Any], name: str, masks: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Ids in which the features have their places: as many as the model finds right."""
+    kind = "image" if name == "pixel_values" else "audio"
+    token = next(
+        (v for k in ("_token_id", "_token_index") if isinstance(v := _setting(model.config, kind + k), int)),
+        None,
+    )
+    if token is None:
+        return
+    ids = torch.where(given["input_ids"] == token, token + 1, given["input_ids"])
+    for extra in (masks, {}) if masks and name != "pixel_values" else ({},):
+        for places in range(1, _PLACES):
+            marked = torch.cat([ids[:, :1], torch.full((ids.shape[0], places), token), ids[:, 1:]], 1)
+            trial = {**given, **extra, "input_ids": marked}
+            try:
+                with torch.no_grad():
+                    copy.deepcopy(model)(**trial)
+            except Exception:
+                continue
+            yield trial
+            break
 
 
 def _unused(model: nn.Module, given: dict[str, Any]) -> list[str]:
