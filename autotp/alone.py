@@ -31,7 +31,7 @@ from .layouts import split as split_evenly
 from .skeleton import linear_kind
 
 if TYPE_CHECKING:
-    from .plan import ParamPlan
+    from .plan import ParamPlan, Plan
     from .planner import Analysis
 
 TOLERATED = 0.1  # the share of the block weights that may stay whole
@@ -42,6 +42,9 @@ def split_alone(
 ) -> dict[str, dict[str, ParamLayout]]:
     """The modules to split alone: path -> layouts of its parameters by their own names. Empty where at most a
     tenth of the block weights stays whole without it."""
+    if found.alone is not None:
+        chosen = [path for path, _ in _candidates(found, params, hooked, tp) if path in found.alone]
+        return {path: _layouts(found.index, path, params, tp) for path in chosen}
     block = [p for p in params.values() if p.block]
     whole = sum(math.prod(p.shape) * (1 - p.sharded_share) for p in block)
     allowed = TOLERATED * sum(math.prod(p.shape) for p in block)
@@ -58,6 +61,11 @@ def split_alone(
             done[path] = _layouts(found.index, path, params, tp)
             whole -= math.prod(shape)
     return done
+
+
+def split_alone_in(plan: Plan) -> frozenset[str]:
+    """The modules that a plan splits alone."""
+    return frozenset(layer.module for layer in plan.layers if "enter" in layer.options)
 
 
 def _candidates(

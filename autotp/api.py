@@ -20,6 +20,7 @@ from .pipeline.units import find_units
 from .plan import Plan
 from .planner import plan_and_analysis, warn_replicated, warn_unexamined
 from .rewrite import rewrite
+from .rules import OwnRules
 from .same import SameBatch, same_weights
 from .save import install_save
 from .state import ShardState, refuse_ddp, refuse_partial_saves
@@ -37,6 +38,7 @@ def parallelize(
     policy: Any = None,
     strict: bool = False,
     example_inputs: Any = None,
+    rules: OwnRules = None,
     comm: Comm | Mesh | None = None,
 ) -> nn.Module:
     """Rewrite `model` in place to run over `dp * pp * tp` processes, and return it: the same object, split.
@@ -56,6 +58,7 @@ def parallelize(
     policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
     strict: raise instead of warning where block weights stay replicated.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
+    rules: for operations and modules that autotp does not know, functions with `@autotp.rule(...)` on them.
     comm: the tensor-parallel ranks, or the whole mesh, when they are not the processes of torch.distributed
     (tests, simulations).
 
@@ -83,7 +86,14 @@ def parallelize(
     decided = None
     try:
         decided, found = plan_and_analysis(
-            model, ranks.size, policy, ep=ep, pp=count, stages=cuts, example_inputs=example_inputs
+            model,
+            ranks.size,
+            policy,
+            ep=ep,
+            pp=count,
+            stages=cuts,
+            example_inputs=example_inputs,
+            rules=rules,
         )
         blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
         del found

@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .recorder import Recorder, intercepting
 from .sites import Frame, Site, frames_of
 from .skeleton import clone, copying_as_fake, fake_like, forward_code, is_leaf
 
-__all__ = ["CapturedGraph", "Frame", "ModuleCall", "Site", "capture"]
+__all__ = ["CapturedGraph", "Frame", "ModuleCall", "Site", "capture", "record"]
 
 
 def capture(model: nn.Module, /, **inputs: Any) -> CapturedGraph:
@@ -41,15 +42,23 @@ def capture(model: nn.Module, /, **inputs: Any) -> CapturedGraph:
 
     Raises CaptureError where the model's code needs the values of tensors, or fails.
     """
-    given = inputs or example_inputs(model)
+    return record(model, inputs or example_inputs(model))
+
+
+def record(
+    model: nn.Module, inputs: Mapping[str, Any], leaves: Iterable[type[nn.Module]] = ()
+) -> CapturedGraph:
+    """`capture`, with the inputs in a mapping. leaves: classes of modules that are recorded as one call as
+    well, for which the caller has rules."""
+    given, own = dict(inputs), tuple(leaves)
     skeleton = clone(model)
     recorder = Recorder(skeleton)
     try:
         with quietly(), torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
             faked = _placeholders(recorder, given)
-            with _intercepted(recorder), recorder:
+            with _intercepted(recorder, own), recorder:
                 output = skeleton.module(**faked)
-            return recorder.finish(given, output)
+            return replace(recorder.finish(given, output), leaves=own)
     except CaptureError:
         raise
     except Exception as error:
@@ -86,20 +95,23 @@ def _placeholders(recorder: Recorder, inputs: dict[str, Any]) -> dict[str, Any]:
     return faked(inputs)
 
 
-def _intercept(recorder: Recorder, path: str, module: nn.Module) -> Callable[..., Any]:
-    leaf, code, forward = is_leaf(module), forward_code(module), module.forward
+def _intercept(
+    recorder: Recorder, path: str, module: nn.Module, leaves: tuple[type[nn.Module], ...]
+) -> Callable[..., Any]:
+    leaf = is_leaf(module) or type(module) in leaves
+    code, forward = forward_code(module), module.forward
     # Its signature is looked at by decorators and callers.
     return functools.wraps(forward)(intercepting(recorder, path, leaf, code, forward))
 
 
 @contextmanager
-def _intercepted(recorder: Recorder) -> Iterator[None]:
+def _intercepted(recorder: Recorder, leaves: tuple[type[nn.Module], ...]) -> Iterator[None]:
     """Within it, calls of the skeleton's modules go through `recorder`. After it the skeleton is as it was
     before: what a run caches on the modules (tables, flags) is no part of the model."""
     modules = dict(recorder.skeleton.module.named_modules())
     before = {path: _state(module) for path, module in modules.items()}
     for path, module in modules.items():
-        module.__dict__["forward"] = _intercept(recorder, path, module)
+        module.__dict__["forward"] = _intercept(recorder, path, module, leaves)
     try:
         yield
     finally:

@@ -60,6 +60,7 @@ class CapturedGraph:
     `get_attr` target, tensors made outside the model. attributes: what each tracked attribute is, by module
     path and name. escapes: by module attribute, where its bare value was read; comparisons: what the
     code asked of attributes and tensor sizes, and where. training: the mode it ran in.
+    leaves: the caller's classes that were recorded as one call.
     """
 
     graph: fx.Graph
@@ -72,6 +73,7 @@ class CapturedGraph:
     escapes: dict[Attr, list[Frame]]
     comparisons: dict[Comparison, Frame]
     training: bool
+    leaves: tuple[type[nn.Module], ...] = ()
     _checked: set[Any] = field(default_factory=set, repr=False)
 
     def run(self, model: nn.Module, /, **inputs: Any) -> Any:
@@ -156,9 +158,9 @@ class CapturedGraph:
         sizes = _sizes(inputs)
         if sizes == _sizes(self.inputs) or sizes in self._checked:
             return
-        from .capture import capture
+        from .capture import record
 
-        _check_same_graph(self.graph, capture(self.skeleton, **inputs).graph)
+        _check_same_graph(self.graph, record(self.skeleton, inputs, self.leaves).graph)
         self._checked.add(sizes)
 
 

@@ -222,6 +222,8 @@ def _step(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
     if any(c.how in SUMS for c in contracts):
         flow.partial.add(node)
         added = [op for op in index.operands[node] if op.path[0] in facts.addends]
+        if index.is_own(node) and len(own) < len(index.module_params[node]):
+            flow.problems.append(f"{describe(node)}: its other parameters would count on every rank")
         if node.op == "call_function" and added and not _add_once(index, flow, added):
             flow.problems.append(f"{describe(node)}: a whole value is added to a sum over the axis")
     if axis in index.carried[node]:

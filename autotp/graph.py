@@ -172,6 +172,12 @@ class GraphIndex:
         path = str(node.target) if node.op == "call_module" else str(node.meta["scope"])
         return path if isinstance(self.captured.skeleton.get_submodule(path), torch.nn.Embedding) else None
 
+    def is_own(self, node: fx.Node) -> bool:
+        """A call of a module of the caller's own kind: its forward runs on local parameters as it is."""
+        if node.op != "call_module":
+            return False
+        return type(self.captured.skeleton.get_submodule(str(node.target))) in self.captured.leaves
+
     def keeps_statistics(self, node: fx.Node) -> bool:
         """A batch norm: its buffers stay whole, its parallel layer takes its part of them."""
         module = self.captured.skeleton.get_submodule(str(node.target))

@@ -41,8 +41,8 @@ def layer_kind(index: GraphIndex, node: fx.Node) -> str:
 def parallel_kind(index: GraphIndex, choice: Choice, node: fx.Node) -> str | None:
     """The parallel layer that a leaf call becomes; None where it stays as it is, `other` where it can't."""
     kind = layer_kind(index, node)
-    if kind == "dropout":
-        return "dropout"
+    if kind == "dropout" or index.is_own(node):
+        return "dropout" if kind == "dropout" else None
     own = {
         o: frozenset(
             a for a in index.param_leaves.get(n, ()) if a in choice.flows and n in choice.flows[a].params

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from .alone import split_alone
 from .axes import Axis, factors, leaves, product, show
@@ -35,7 +36,7 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
     """The analysis as data."""
     index, choice = found.index, found.choice
     params = _params(found, tp)
-    alone = split_alone(found, params, hooks_of(model), tp) if found.alone and not found.experts else {}
+    alone = {} if found.experts else split_alone(found, params, hooks_of(model), tp)
     for path, layouts in alone.items():
         params |= {p.name: p for p in _alone_params(found, params, path, layouts)}
     kept = {
@@ -171,8 +172,11 @@ def _params(found: Analysis, tp: int) -> dict[str, ParamPlan]:
 
 
 def _block_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """The paths under which a model repeats itself: what its ModuleLists hold."""
-    return tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    """The paths under which a model repeats itself: what its ModuleLists hold (a list of parametrizations is
+    none of layers)."""
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    modules = model.get_submodule
+    return tuple(f"{n}." for n in lists if not isinstance(modules(n), parametrize.ParametrizationList))
 
 
 def _why_sharded(index: GraphIndex, choice: Choice, name: str) -> str:

@@ -19,8 +19,9 @@ import torch
 from torch import fx, nn
 
 from .advice import advice
+from .alone import split_alone_in
 from .axes import Axis, leaves
-from .capture import CapturedGraph, capture
+from .capture import CapturedGraph, record
 from .choose import Choice, choose
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .experts import Experts, exchanges, find_experts, set_apart
@@ -40,6 +41,7 @@ from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .realise import Realised, realise
 from .recapture import check_plan, hollow
+from .rules import OwnRules, rules_by_target
 from .solve import Solution, solve
 from .tp_plan import in_styles
 from .ways import allowed_by, disagreement, other_ways
@@ -57,7 +59,7 @@ class Analysis:
     solutions: list[Solution]  # per rank
     policy: BoundPolicy
     experts: tuple[Experts, ...] = ()  # modules of experts that are split by expert
-    alone: bool = True  # weights that no axis shards may be split one by one
+    alone: frozenset[str] | None = None  # the modules to split alone; None: those that are worth it
 
 
 def analyse(
@@ -66,13 +68,17 @@ def analyse(
     inputs: Mapping[str, Any] | None = None,
     policy: Policy | None = None,
     hooked: Hooked | None = None,
+    rules: OwnRules = None,
 ) -> Analysis:
     """Choose axes for `model` over `tp` ranks; a policy may refuse some. `hooked`: users' hooks to respect.
+    `rules`: the caller's own, see `autotp.rule`.
 
     Raises CaptureError where the model can't be recorded.
     """
-    captured = capture(model, **(inputs if inputs is not None else make_inputs(model)))
-    index = GraphIndex(captured, propagate(captured))
+    own = rules_by_target(rules)
+    leaves = [target for target in own if isinstance(target, type) and issubclass(target, nn.Module)]
+    captured = record(model, inputs if inputs is not None else make_inputs(model), leaves)
+    index = GraphIndex(captured, propagate(captured, own))
     return decide(index, tp, (policy or Policy()).bind(index, tp), {}, hooked or Hooked())
 
 
@@ -195,6 +201,7 @@ def plan(
     stages: Sequence[str] | None = None,
     example_inputs: Any = None,
     check: bool = True,
+    rules: OwnRules = None,
 ) -> Plan:
     """Plan `model` over `pp` pipeline stages of `tp` tensor-parallel ranks. Needs no process group, no GPU
     and no weights (meta is fine).
@@ -206,9 +213,10 @@ def plan(
     without it the stages cost alike.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
     check: capture the rewritten model too, and compare (`recapture`).
+    rules: for operations and modules that autotp does not know, functions with `@autotp.rule(...)` on them.
     Raises CaptureError, PlanError, PolicyError. What stays replicated is in `Plan.kept`, with reasons.
     """
-    options: dict[str, Any] = {"ep": ep, "example_inputs": example_inputs, "check": check}
+    options: dict[str, Any] = {"ep": ep, "example_inputs": example_inputs, "check": check, "rules": rules}
     return plan_and_analysis(model, tp, policy, pp=pp, stages=stages, **options)[0]
 
 
@@ -222,6 +230,7 @@ def plan_and_analysis(
     stages: Sequence[str] | None = None,
     example_inputs: Any = None,
     check: bool = True,
+    rules: OwnRules = None,
 ) -> tuple[Plan, Analysis]:
     """`plan`, and all that was found out on the way."""
     if not isinstance(tp, int) or tp < 1:
@@ -240,7 +249,7 @@ def plan_and_analysis(
         p.requires_grad_(p.is_floating_point() or p.is_complex())
     inputs = {k: _with_gradient(v) for k, v in inputs.items()}
     hooked = hooks_of(model)
-    found = _analyse_masked(quiet, tp, inputs, load(policy), hooked)
+    found = _analyse_masked(quiet, tp, inputs, load(policy), hooked, rules)
     staged = _staged(found, pp, stages)
     refused: dict[Axis, str] = {}
     if ep > 1:
@@ -259,8 +268,8 @@ def plan_and_analysis(
             return _in_styles(result, found, model), found
         except AutotpError as doubt:
             axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
-            if not axes and found.alone:
-                found = replace(found, alone=False)
+            if split_alone_in(result):
+                found = replace(found, alone=frozenset())
                 continue
             if not axes:
                 raise
@@ -292,6 +301,7 @@ def _check_ways(
     """Where training or other sizes take another way, the plan made of that must be this plan; else
     PlanError. Returns the ways that could not be examined."""
     ways = other_ways(quiet, result, found)
+    alone = split_alone_in(result)
     for way in ways.differing:
         where, what = next(iter(way.differs.items()))
         told = f"{where or 'the model'}: {way.when} {what}"
@@ -299,7 +309,7 @@ def _check_ways(
             refused = allowed_by(result, way.index)
             unbound = Policy().bind(way.index, result.tp)
             decided = decide(way.index, result.tp, unbound, refused, hooked, bool(found.experts))
-            other = to_plan(model, replace(decided, alone=found.alone), result.tp)
+            other = to_plan(model, replace(decided, alone=alone), result.tp)
             wrong = disagreement(result, other, way.index.captured)
         except AutotpError as error:
             raise PlanError(f"{told}, and no plan for that is found: {error}").at(where) from error
@@ -309,7 +319,7 @@ def _check_ways(
 
 
 def _analyse_masked(
-    model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy, hooked: Hooked
+    model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy, hooked: Hooked, rules: OwnRules
 ) -> Analysis:
     """`analyse`, with a padding mask where the model takes one and none is given.
 
@@ -321,10 +331,11 @@ def _analyse_masked(
     has_mask = inputs.get("attention_mask") is not None
     if takes_mask and not has_mask and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         try:
-            return analyse(model, tp, {**inputs, "attention_mask": torch.ones_like(ids)}, policy, hooked)
+            masked = {**inputs, "attention_mask": torch.ones_like(ids)}
+            return analyse(model, tp, masked, policy, hooked, rules)
         except CaptureError:
             pass  # then without
-    return analyse(model, tp, inputs, policy, hooked)
+    return analyse(model, tp, inputs, policy, hooked, rules)
 
 
 def _alike_everywhere(text: str) -> str:

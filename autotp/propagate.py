@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from .axes import Axis, AxisConflict, covering, leaf, leaves, occurrences
 from .captured import CapturedGraph
-from .rules import RULES, Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules
+from .rules import RULES, Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules, rules_by_target
 from .rules.modules import transposed_linear
 from .skeleton import leaf_class, linear_kind
 
@@ -33,20 +33,22 @@ class Axes:
     """of: per node a list with an axis per dim (a list of lists where the result is a tuple; [] for what is
     no tensor). params: the same by the name of each parameter and buffer; tied ones share a list. facts: per
     node. unknown: the operations without a rule, or whose rule failed, with the reason: every axis they touch
-    is forbidden there."""
+    is forbidden there. rules: the caller's own."""
 
     of: dict[fx.Node, Any] = field(default_factory=dict)
     params: dict[str, Dims] = field(default_factory=dict)
     facts: dict[fx.Node, Facts] = field(default_factory=dict)
     unknown: list[tuple[fx.Node, str]] = field(default_factory=list)
+    rules: Rules = field(default_factory=dict)
 
 
-def propagate(captured: CapturedGraph, rules: Rules | None = None) -> Axes:
+def propagate(captured: CapturedGraph, rules: Rules | Iterable[Rule] | None = None) -> Axes:
     """The axes of all values of `captured`.
 
     rules: more rules (see `autotp.rule`), which come before the built-in ones."""
-    table: Rules = {**RULES, **(rules or {})}
-    axes = Axes()
+    own = rules_by_target(rules)
+    table: Rules = {**RULES, **own}
+    axes = Axes(rules=own)
     ops: list[Op] = []
     first_names = _params(captured.skeleton, axes)
     for node in captured.graph.nodes:

@@ -117,7 +117,8 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     uses = [u for u in index.uses[source] if arrow.kind != "enter" or u[0].op == "output" or wants_grad(u[0])]
     every = not arrow.users or len(arrow.users) == len(uses)
     outputs = [u for u in arrow.users if u[0].op == "output"]
-    leaf = bool(index.module_params.get(source))  # a leaf call with weights: it becomes a parallel layer
+    # A leaf call with weights: it becomes a parallel layer.
+    leaf = bool(index.module_params.get(source)) and not index.is_own(source)
     made_here = arrow.kind not in ("enter", "slice", "gather")
     if leaf and (made_here or (arrow.kind == "gather" and every)):
         yield [Where("layer", str(source.target))]

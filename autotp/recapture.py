@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from .capture import CapturedGraph, capture, quietly
+from .capture import CapturedGraph, quietly, record
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
 from .errors import AutotpError, PlanError
@@ -74,7 +74,7 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
             layer = local.get_submodule(call.path)
             Standin(call.output).take_over(layer)
             layer._modules = {}  # so that recording does not grow with the depth
-        again = capture(local, **found.captured.inputs)
+        again = record(local, found.captured.inputs, found.captured.leaves)
         compare(found, again, rank)
         compare_arrows(found, plan, again, {call.path for call in repeated})
         captures.append(again)

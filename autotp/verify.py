@@ -21,6 +21,7 @@ from .plan import Plan
 from .planner import given_inputs
 from .planner import plan as make_plan
 from .rewrite import rewrite
+from .rules import OwnRules
 from .state import full_state_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -78,6 +79,7 @@ def verify(
     steps: int = 1,
     new_tokens: int = 8,
     progress: Callable[[str], None] = lambda what: None,
+    rules: OwnRules = None,
 ) -> Report:
     """Run `model` whole and over `tp` ranks and compare: output, parameters after `steps` AdamW steps with
     gradient clipping, greedy generation (where the model generates), and the parameters gathered back bit
@@ -88,7 +90,7 @@ def verify(
     """
     progress("planning")
     inputs = given_inputs(model, example_inputs)
-    decided = make_plan(model, tp, policy, ep=ep, example_inputs=inputs)
+    decided = make_plan(model, tp, policy, ep=ep, example_inputs=inputs, rules=rules)
     report = Report(decided)
     progress("running the whole model")
     whole = _run(copy.deepcopy(model), inputs, steps, new_tokens)

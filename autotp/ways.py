@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from .axes import Axis, factors, leaves, segments
-from .capture import CapturedGraph, capture
+from .capture import CapturedGraph, record
 from .errors import AutotpError, CaptureError
 from .graph import GraphIndex
 from .ints import COMPARISONS, Comparison, Dim, dims_of, evaluate
@@ -55,7 +55,7 @@ class Ways:
 
 def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
     """Capture `model` (hollow, in eval mode, as it was captured) in training and at other sizes."""
-    run = _Runner(model, alike(plan, found))
+    run = _Runner(model, alike(plan, found), found.captured.leaves)
     result = Ways()
     try:
         again, skipped = run(found.captured.inputs, training=True)
@@ -104,8 +104,8 @@ def first_line(error: BaseException) -> str:
 class _Runner:
     """Captures the model, layers that are like an earlier one left out where that is possible."""
 
-    def __init__(self, model: nn.Module, repeated: list[Any]):
-        self.model = model
+    def __init__(self, model: nn.Module, repeated: list[Any], leaves: tuple[type[nn.Module], ...]):
+        self.model, self.leaves = model, leaves
         self.standins = [(model.get_submodule(call.path), call) for call in repeated]
 
     def __call__(self, inputs: dict[str, Any], training: bool) -> tuple[CapturedGraph, tuple[str, ...]]:
@@ -126,7 +126,7 @@ class _Runner:
 
     def _captured(self, inputs: dict[str, Any], training: bool) -> CapturedGraph:
         try:
-            return capture(self.model.train(training), **inputs)
+            return record(self.model.train(training), inputs, self.leaves)
         finally:
             self.model.eval()
 
@@ -151,7 +151,7 @@ def _differing(when: str, found: Analysis, again: CapturedGraph, skipped: tuple[
                 names = ", ".join(dict.fromkeys(name for at, name in only if at[-1][1] == line))
                 differs.setdefault(scope, f"it {does} {names} (line {line})")
     if differs:
-        yield Way(when, GraphIndex(again, propagate(again)), differs)
+        yield Way(when, GraphIndex(again, propagate(again, found.index.axes.rules)), differs)
 
 
 def _places(captured: CapturedGraph) -> dict[str, set[Place]]:

@@ -6,7 +6,20 @@ from types import MappingProxyType
 from typing import Any
 
 from . import factories, indexing, modules, pointwise, products, reductions, shapes
-from .op import Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules, everywhere, rule
+from .op import (
+    Contract,
+    Dims,
+    Facts,
+    Forbid,
+    NoRule,
+    Op,
+    OwnRules,
+    Rule,
+    Rules,
+    everywhere,
+    rule,
+    rules_by_target,
+)
 
 RULES: Mapping[Any, Rule] = MappingProxyType(
     {
@@ -29,8 +42,10 @@ __all__ = [
     "Forbid",
     "NoRule",
     "Op",
+    "OwnRules",
     "Rule",
     "Rules",
     "everywhere",
     "rule",
+    "rules_by_target",
 ]

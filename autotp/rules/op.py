@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import GetSetDescriptorType
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from ..nested import untracked
 Dims = list[Axis]
 Rule = Callable[["Op"], Any]
 Rules = Mapping[Hashable, Rule]
+OwnRules = Mapping[Hashable, Rule] | Sequence[Rule] | None  # as a caller gives them
 Operand = int | str | tuple[int, str]  # by position, by keyword, or either way
 How = Literal["sum", "mean", "max", "min", "norm", "lookup"]
 
@@ -248,23 +249,50 @@ def parameter_of(value: Any) -> str | None:
     return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
 
 
-def rule(*targets: Hashable, into: MutableMapping[Hashable, Rule]) -> Callable[[Rule], Rule]:
-    """Register a rule for functions, `torch.Tensor` methods or leaf module classes in the mapping `into`.
+def rule(
+    *targets: Hashable, into: MutableMapping[Hashable, Rule] | None = None
+) -> Callable[[Rule], Rule]:
+    """A rule for functions, `torch.Tensor` methods, custom operators or module classes.
 
-    mine = {}
-    @autotp.rule(my_kernel, into=mine)
-    def _(op):
-        op.forbid(op.dims(0)[-1], "it scans over it")
+    @autotp.rule(torch.ops.mine.scan)
+    def scan(op):
+        op.forbid(op.dims(0)[1], "it scans over it")
         return op.dims(0)
-    autotp.propagate(captured, rules=mine)
+    autotp.parallelize(model, tp=8, rules=[scan])
+
+    A module of a class that has a rule is recorded as one call, and its forward runs on the local parts of
+    its parameters. into: a mapping to put the rule in, instead.
     """
 
     def register(function: Rule) -> Rule:
-        for target in targets:
-            into[target] = function
+        if into is None:
+            function.targets = targets  # type: ignore[attr-defined]
+        else:
+            into.update(dict.fromkeys(targets, function))
         return function
 
     return register
+
+
+def rules_by_target(rules: Rules | Iterable[Rule] | None) -> dict[Hashable, Rule]:
+    """Rules as a mapping, from one or from functions that `rule` was put on; a custom operator under each of
+    the names it is called by. TypeError for a function without targets."""
+    given: dict[Hashable, Rule] = dict(rules) if isinstance(rules, Mapping) else {}
+    for function in () if rules is None or isinstance(rules, Mapping) else rules:
+        targets = getattr(function, "targets", None)
+        if targets is None:
+            raise TypeError(f"{function!r} is no rule: put @autotp.rule(what it is for) on it")
+        given.update(dict.fromkeys(targets, function))
+    return {name: function for target, function in given.items() for name in _names_of(target)}
+
+
+def _names_of(target: Any) -> list[Hashable]:
+    target = getattr(target, "_opoverload", target)  # torch.library.custom_op
+    if isinstance(target, torch._ops.OpOverload):
+        return [target, target.overloadpacket]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [target, *(getattr(target, name) for name in target.overloads())]
+    return [target]
 
 
 def everywhere(*names: str) -> list[Hashable]:

@@ -1,0 +1,189 @@
+"""Dense convolutions, norms with their channels sharded; weights that are split one by one."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.layers import make_batch_norm, make_conv_column, make_conv_row
+from autotp.layouts import split, take
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.up, self.norm = nn.Conv2d(16, 24, 3, padding=1), nn.BatchNorm2d(24)
+        self.deep, self.down = nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.Conv2d(24, 16, 1)
+        self.wide, self.groups = nn.Conv2d(16, 32, 1, bias=False), nn.GroupNorm(8, 32)
+        self.back, self.head = nn.Conv2d(32, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.down(F.relu(self.deep(F.relu(self.norm(self.up(x))))))
+        x = x + self.back(F.gelu(self.groups(self.wide(x))))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_convolutions_are_columns_and_rows(tp: int) -> None:
+    model = noisy(Convolutions())
+    model.norm.running_mean.add_(0.3)
+    model.norm.running_var.mul_(1.5)
+    x = {"x": torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    report = autotp.verify(model, tp, example_inputs=x, steps=2)
+    assert report.ok, str(report)
+    kinds = {layer.module: layer.kind for layer in report.plan.layers}
+    assert kinds.items() >= {
+        "up": "column", "norm": "batch norm", "deep": "grouped", "down": "row",
+        "wide": "column", "groups": "grouped", "back": "row",
+    }.items()  # fmt: skip
+
+
+class GroupNormed(nn.Module):
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = None if functional else nn.GroupNorm(4, 16, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(F.group_norm(h, 4) if self.norm is None else self.norm(h))
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_the_number_of_groups_is_that_of_the_rank(functional: bool) -> None:
+    """With the whole number of groups the shapes are right and the statistics are not."""
+    x = {"x": torch.randn(3, 8, dtype=torch.float64)}
+    report = autotp.verify(noisy(GroupNormed(functional)), 2, example_inputs=x, steps=2)
+    assert report.ok, str(report)
+
+
+class Sorted(nn.Module):
+    """What it computes runs over its channels: no axis inside can be sharded."""
+
+    def __init__(self, convolve: bool = False) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+        self.conv = nn.Conv1d(24, 24, 3, padding=1) if convolve else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.cumsum(self.into(self.norm(x)), -1)
+        if self.conv is not None:
+            h = h + torch.sort(self.conv(h.transpose(1, 2)), 1)[0].transpose(1, 2)
+        return x + self.out(torch.tanh(torch.sort(h, -1)[0]))
+
+
+class Mixed(nn.Module):
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sorted(), Sorted(convolve=True)])
+        self.mlps = nn.ModuleList([nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.layers[0](layer(x))  # one of them runs three times
+        return x + self.mlps[0](x)
+
+
+Y = {"x": torch.randn(3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_no_axis_shards_is_split_alone(tp: int) -> None:
+    report = autotp.verify(noisy(Mixed()), tp, example_inputs=Y, steps=3)
+    assert report.ok, str(report)
+    alone = {m.module for m in report.plan.layers if "enter" in m.options}
+    assert alone == {"layers.0.into", "layers.0.out", "layers.1.into", "layers.1.out", "layers.1.conv"}
+    assert report.plan.sharded_fraction == 1.0
+    arrows = [(c.kind, str(c.where[0])) for c in report.plan.collectives if str(c.where[0]) == "layers.0.out"]
+    assert sorted(arrows) == [("enter", "layers.0.out")] * 3 + [("gather", "layers.0.out")] * 3
+
+
+def test_little_that_stays_whole_is_left_whole() -> None:
+    plan = autotp.plan(noisy(Mixed(hidden=2048)), 2, example_inputs=Y)
+    assert 0.9 < plan.sharded_fraction < 1
+    assert not any("enter" in layer.options for layer in plan.layers)
+
+
+def test_a_policy_keeps_what_would_be_split_alone() -> None:
+    policy = {"schema": 1, "modules": {"layers.*.into": "replicate"}}
+    plan = autotp.plan(noisy(Mixed()), 2, policy, example_inputs=Y)
+    assert plan.params["layers.0.into.weight"].layout is None
+    assert plan.params["layers.0.out.weight"].layout is not None
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("channels, tp", [(6, 2), (7, 3)])
+def test_a_batch_norm_in_training_has_the_whole_statistics(channels: int, tp: int, momentum) -> None:
+    whole = noisy(nn.BatchNorm1d(channels, momentum=momentum)).train()
+    x = torch.randn(4, channels, 5, dtype=torch.float64, requires_grad=True)
+    layout = split(channels, tp)
+    norms = [copy.deepcopy(whole) for _ in range(tp)]
+    for _ in range(2):
+        want = whole(x)
+    want.square().sum().backward()
+
+    def one(comm) -> None:
+        norm = norms[comm.rank]
+        made = make_batch_norm(norm, layout, comm)
+        part = x.detach()[:, slice(*layout[comm.rank][0])].requires_grad_()
+        for _ in range(2):
+            got = norm(part)
+        got.square().sum().backward()
+        rows = slice(*layout[comm.rank][0])
+        torch.testing.assert_close(got, want[:, rows])
+        torch.testing.assert_close(part.grad, x.grad[:, rows])
+        torch.testing.assert_close(norm.weight.grad, take(whole.weight.grad, made["weight"], comm.rank))
+        torch.testing.assert_close(norm.running_mean, whole.running_mean)
+        torch.testing.assert_close(norm.running_var, whole.running_var)
+        assert norm.num_batches_tracked == 2
+
+    simulate(tp, one)
+
+
+@pytest.mark.parametrize("kind", ["column", "gathered", "row"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_convolution_in_parts(kind: str, batched: bool) -> None:
+    whole = noisy(nn.Conv1d(6, 10, 3, padding=1, padding_mode="circular"))
+    x = torch.randn(*([4] if batched else []), 6, 7, dtype=torch.float64, requires_grad=True)
+    want = whole(x)
+    probe = torch.randn_like(want)
+    (want * probe).sum().backward()
+    locals_ = [copy.deepcopy(whole) for _ in range(2)]
+    for one_of in locals_:
+        one_of.zero_grad()
+
+    def one(comm) -> None:
+        conv, given, out, layout = locals_[comm.rank], x.detach().clone(), want, split(10, 2)
+        rows = slice(5 * comm.rank, 5 * comm.rank + 5) if kind == "column" else slice(None)
+        if kind == "row":
+            layout = split(6, 2)
+            given = given.narrow(-2, 3 * comm.rank, 3).clone()
+            made = make_conv_row(conv, layout, comm)
+        else:
+            made = make_conv_column(conv, layout, comm, gather_output=kind == "gathered")
+        given.requires_grad_()
+        got = conv(given)
+        torch.testing.assert_close(got, out[..., rows, :])
+        (got * probe[..., rows, :]).sum().backward()
+        grad = x.grad.narrow(-2, 3 * comm.rank, 3) if kind == "row" else x.grad
+        torch.testing.assert_close(given.grad, grad)
+        for name, p in conv.named_parameters():
+            grad = whole.get_parameter(name).grad
+            torch.testing.assert_close(p.grad, take(grad, made[name], comm.rank) if name in made else grad)
+
+    simulate(2, one)
