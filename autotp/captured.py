@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from .errors import CaptureError
-from .ints import Attr, Comparison
+from .ints import Attr, Comparison, Dim
 from .nested import map_nodes, tensors_in
 from .sites import Frame, Site
 
@@ -58,7 +58,8 @@ class CapturedGraph:
     the inputs used. calls: every submodule call, in the order they began. output: the model's output with
     nodes in place of tensors (what is neither data nor a container, such as a cache, is None). constants: by
     `get_attr` target, tensors made outside the model. attributes: what each tracked attribute is, by module
-    path and name. escapes: by module attribute, where its bare value was read; comparisons: what the
+    path and name. escapes: by module attribute, where its bare value was read; size_escapes: the same
+    by tensor size; comparisons: what the
     code asked of attributes and tensor sizes, and where. training: the mode it ran in.
     leaves: the caller's classes that were recorded as one call.
     """
@@ -71,6 +72,7 @@ class CapturedGraph:
     constants: dict[str, torch.Tensor]
     attributes: dict[tuple[str, str], int]
     escapes: dict[Attr, list[Frame]]
+    size_escapes: dict[Dim, list[Frame]]
     comparisons: dict[Comparison, Frame]
     training: bool
     leaves: tuple[type[nn.Module], ...] = ()

@@ -18,6 +18,7 @@ from torch import fx
 from .axes import Axis
 from .capture import ModuleCall, Site
 from .graph import GraphIndex, describe, walk
+from .kinds import layer_kind
 from .place import Arrow, Placement, Use, wants_grad
 
 ArgPath = tuple[int | str, ...]
@@ -120,7 +121,8 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     # A leaf call with weights: it becomes a parallel layer.
     leaf = bool(index.module_params.get(source)) and not index.is_own(source)
     made_here = arrow.kind not in ("enter", "slice", "gather")
-    if leaf and (made_here or (arrow.kind == "gather" and every)):
+    gathers = leaf and layer_kind(index, source) in ("linear", "conv", "embedding")
+    if leaf and (made_here or (arrow.kind == "gather" and every and gathers)):
         yield [Where("layer", str(source.target))]
     elif made_here and index.looks_up(source):
         yield [Where("layer", str(index.looks_up(source)))]

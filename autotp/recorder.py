@@ -88,6 +88,7 @@ class Recorder(TorchFunctionMode):
             constants=self.constants,
             attributes=self.skeleton.attributes,
             escapes=attributes,
+            size_escapes={d: frames for d, frames in escapes.items() if isinstance(d, Dim)},
             comparisons=dict(self.skeleton.log.comparisons),
             training=self.skeleton.module.training,
         )

@@ -87,6 +87,7 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
     pinned = {
         (a.module, a.name) for a, frames in index.captured.escapes.items() if any(map(_passed_on, frames))
     }
+    solution.problems += _lost_sizes(index, shapes)
     constraints: dict[Key, list[Want]] = defaultdict(list)
     for want in wants:
         for atom in _attrs(want):
@@ -116,6 +117,20 @@ def unmet(index: GraphIndex, choice: Choice, rank: int) -> Iterator[tuple[Want, 
         given = _gives(want, {}, shapes)
         if given != want.wanted:
             yield want, given
+
+
+def _lost_sizes(index: GraphIndex, shapes: LocalShapes) -> Iterator[tuple[str, frozenset[Axis]]]:
+    """Sizes along a sharded dim whose bare value went where it can't be followed: `math.sqrt(x.shape[-1])`
+    would be that of the part."""
+    for dim, frames in index.captured.size_escapes.items():
+        dims = index.axes.of.get(dim.node)
+        passed = [frame for frame in frames if _passed_on(frame)]
+        if not dims or not passed or not isinstance(dims[dim.index], Axis):
+            continue
+        if shapes.dim(dim) != dims[dim.index].size:
+            axes = frozenset(set(leaves(dims[dim.index])) & set(shapes.splits(dim.node)))
+            where = f"{passed[0].code.co_filename.rsplit('/', 1)[-1]}:{passed[0].lineno}"
+            yield f"{describe(dim.node)}: the bare value of a size of it is used ({where})", axes
 
 
 def _passed_on(frame: Frame) -> bool:

@@ -1,6 +1,7 @@
 """Dense convolutions, norms with their channels sharded; weights that are split one by one."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -187,3 +188,37 @@ def test_a_convolution_in_parts(kind: str, batched: bool) -> None:
             torch.testing.assert_close(p.grad, take(grad, made[name], comm.rank) if name in made else grad)
 
     simulate(2, one)
+
+
+class OneHead(nn.Module):
+    """One head: its width can be sharded, if the scale of the scores is not read off a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        return self.o(torch.softmax(scores, -1) @ v)
+
+
+def test_a_size_whose_bare_value_is_used_stays_whole() -> None:
+    report = autotp.verify(noisy(OneHead()), 2, example_inputs=Y, steps=1)
+    assert report.ok, str(report)
+
+
+class Gathered(nn.Module):
+    """What follows the norm needs all channels: the norm itself gathers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.sort(self.norm(self.up(x[:, 0])), -1)[0])
+
+
+def test_a_gather_behind_a_norm_is_made() -> None:
+    report = autotp.verify(noisy(Gathered()), 2, example_inputs=Y, steps=1)
+    assert report.ok, str(report)
