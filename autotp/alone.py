@@ -8,7 +8,8 @@ and their gradients whole.
 
 It costs a collective for every product, and is done only where much would stay whole otherwise: with a tenth
 of the weights on every rank, eight ranks are less than five times as fast as one (Amdahl, 1967). The largest
-weights go first, all of one shape together, until less than that tenth is left.
+weights go first, all of one shape together, until less than that tenth is left. A model that repeats no
+layers is left as it is: it is small, or its weights are where no rule of thumb knows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .axes import leaves
 from .flow import Flow
@@ -41,14 +42,15 @@ def split_alone(
     found: Analysis, params: Mapping[str, ParamPlan], hooked: Hooked, tp: int
 ) -> dict[str, dict[str, ParamLayout]]:
     """The modules to split alone: path -> layouts of its parameters by their own names. Empty where at most a
-    tenth of the block weights stays whole without it."""
+    tenth of the block weights stays whole without it, or nothing repeats."""
     if found.alone is not None:
         chosen = [path for path, _ in _candidates(found, params, hooked, tp) if path in found.alone]
         return {path: _layouts(found.index, path, params, tp) for path in chosen}
     block = [p for p in params.values() if p.block]
     whole = sum(math.prod(p.shape) * (1 - p.sharded_share) for p in block)
     allowed = TOLERATED * sum(math.prod(p.shape) for p in block)
-    if whole <= allowed or tp == 1:
+    repeats = any(isinstance(m, nn.ModuleList) for m in found.index.captured.skeleton.modules())
+    if whole <= allowed or tp == 1 or not repeats:
         return {}
     alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for path, weight in _candidates(found, params, hooked, tp):
