@@ -27,6 +27,10 @@ _DATA, _FAILED = 0, 1
 _HEAD = 32  # bytes: turn, kind, number of the message, bytes of the tensor
 
 
+class StageError(RankError):
+    """What another stage said of its failure: it names rank and stage."""
+
+
 class Channel(ABC):
     """Messages between `size` ranks, of which this is `rank`.
 
@@ -126,7 +130,7 @@ class ProcessChannel(Channel):
             if turn < self.turn:                 # of a call that this rank has given up
                 continue
             if kind == _FAILED:
-                raise RankError(self._told(source, turn))
+                raise StageError(self._told(source, turn) or f"pp rank {source} failed.")
             if (turn, sent, size) != (self.turn, number, nbytes):
                 raise RankError(
                     f"stages out of step: pp rank {self.rank} expects message {number} of call {self.turn}, "
@@ -141,18 +145,22 @@ class ProcessChannel(Channel):
             assert work is not None              # None is for ranks outside of the group
             work.wait(timedelta(seconds=self.patience))
         except RuntimeError as error:            # no time left, or the other side is gone
-            raise RankError(
-                self._told(source, self.turn)
+            told = self._told(source, self.turn)
+            raise (StageError if told else RankError)(
+                told
                 or f"pp rank {source} sent nothing to pp rank {self.rank} within {self.patience:g} s, or is "
                 f"gone: {str(error).splitlines()[0]}"
             ) from error
 
     def _told(self, source: int, turn: int) -> str:
-        """What a rank said of its failure; "" where it said nothing."""
-        for rank in (source, *range(self.size)):
-            key = f"{turn}/{rank}"
-            if self._store.check([key]):
-                return self._store.get(key).decode()
+        """What a rank said of its failure; "" where it said nothing, or the store is gone."""
+        try:
+            for rank in (source, *range(self.size)):
+                key = f"{turn}/{rank}"
+                if self._store.check([key]):
+                    return self._store.get(key).decode()
+        except RuntimeError:
+            pass
         return ""
 
     def said(self) -> str:
@@ -176,8 +184,9 @@ class ProcessChannel(Channel):
             try:
                 work.wait(timedelta(seconds=self.patience))
             except RuntimeError as error:
-                raise RankError(
-                    self._told(self.rank, self.turn)
+                told = self._told(self.rank, self.turn)
+                raise (StageError if told else RankError)(
+                    told
                     or f"a message of pp rank {self.rank} was not taken: {str(error).splitlines()[0]}"
                 ) from error
 
@@ -208,7 +217,7 @@ class ThreadChannel(Channel):
             if turn < self.turn:
                 continue
             if isinstance(got, str):
-                raise RankError(got)
+                raise StageError(got)
             if (tuple(got.shape), got.dtype) != (tuple(like.shape), like.dtype):
                 raise RankError(f"pp rank {self.rank} expects {list(like.shape)} {like.dtype} from pp rank "
                                 f"{source} and got {list(got.shape)} {got.dtype}")

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..errors import AbsentError, AutotpError, RankError
 from ..nested import map_tensors
 from .absent import Absent, Home, Origin, is_missing
-from .channel import Channel
+from .channel import Channel, StageError
 from .stages import Stages
 from .stub import Stub
 
@@ -264,9 +264,13 @@ class Pipeline:
             result = self._share(path, run, forward(*args, **kwargs))
             self.channel.end()
             return result
-        except RankError as error:               # of another rank: hand it on
+        except StageError as error:              # hand it on
             self.channel.fail(str(error))
             raise
+        except RankError as error:               # a peer is gone: say where this rank waited for it
+            text = f"{self._where(run)}: {error}"
+            self.channel.fail(text)
+            raise RankError(text) from error
         except BaseException as error:
             self.channel.fail(f"{self._where(run)} failed: {type(error).__name__}: {error}")
             raise

@@ -1,10 +1,11 @@
-"""autotp beside a single process and transformers' own tensor parallelism, in one interleaved run on the CPU.
+"""autotp beside a single process and transformers' own parallelism, in one interleaved run on the CPU.
 
 `python tools/bench/tp_bench.py` starts two processes over gloo, one thread each, and times a 111M Llama three
 ways: the whole model on rank 0 while the other rank waits; the model after `autotp.parallelize`; the model
 loaded with transformers' `DistributedConfig(tp_size=2)`. Every round times each contender once, in turn, so
 that a machine that slows down slows all of them; the table shows medians. The three must agree on the logits
-before anything is timed.
+before anything is timed. `--tp 1 --pp 2` times pipeline stages instead (transformers' `pp_size=2`):
+prefill and decode.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def llama_config() -> Any:
     )  # fmt: skip
 
 
-def contenders(checkpoint: str, tp: int, names: list[str]) -> dict[str, Any]:
+def contenders(checkpoint: str, tp: int, pp: int, names: list[str]) -> dict[str, Any]:
     """The same weights three ways; the single process's model only on rank 0 (None elsewhere)."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -60,9 +61,9 @@ def contenders(checkpoint: str, tp: int, names: list[str]) -> dict[str, Any]:
     if AUTOTP in names:
         import autotp
 
-        models[AUTOTP] = autotp.parallelize(LlamaForCausalLM.from_pretrained(checkpoint), tp=tp)
+        models[AUTOTP] = autotp.parallelize(LlamaForCausalLM.from_pretrained(checkpoint), tp=tp, pp=pp)
     if TRANSFORMERS in names:
-        config = DistributedConfig(tp_size=tp)
+        config = DistributedConfig(tp_size=tp, pp_size=pp)
         models[TRANSFORMERS] = LlamaForCausalLM.from_pretrained(checkpoint, distributed_config=config)
     return {name: model if model is None else model.eval() for name, model in models.items()}
 
@@ -113,15 +114,16 @@ def check_agreement(models: dict[str, Any], ids: torch.Tensor) -> None:
                 raise RuntimeError(f"{name} is off by {error:.1e} of the largest logit: not worth timing")
 
 
-def worker(checkpoint: str, tp: int, rounds: int, names: list[str]) -> None:
+def worker(checkpoint: str, tp: int, pp: int, rounds: int, names: list[str]) -> None:
     """One rank: `rounds` rounds of every task by every contender; rank 0 tells its timings."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    models = contenders(checkpoint, tp, names)
+    models = contenders(checkpoint, tp, pp, names)
     ids = torch.arange(PREFILL_TOKENS).mul(37).remainder(8192)[None]
     check_agreement(models, ids)
-    makers = dict(zip(TASKS, (prefill, decode, forward_backward), strict=True))
-    timings: Timings = {task: {name: [] for name in models} for task in TASKS}
+    makers = {task: make for task, make in zip(TASKS, (prefill, decode, forward_backward), strict=True)
+              if task in tasks(pp)}  # fmt: skip
+    timings: Timings = {task: {name: [] for name in models} for task in makers}
     for task, make in makers.items():
         steps = {name: model and make(model, ids[:, :TRAIN_TOKENS]) for name, model in models.items()}
         for round_ in range(rounds + 1):  # the first is a warm-up
@@ -136,6 +138,11 @@ def worker(checkpoint: str, tp: int, rounds: int, names: list[str]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     say(result=True, timings=timings)
+
+
+def tasks(pp: int) -> tuple[str, ...]:
+    """What is timed: stages train by schedules, not by one call."""
+    return TASKS if pp == 1 else TASKS[:2]
 
 
 def table(timings: Timings) -> str:
@@ -159,13 +166,14 @@ def table(timings: Timings) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--contenders", nargs="+", default=[SINGLE, AUTOTP, TRANSFORMERS])
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
     if options.checkpoint:
         with telling_errors():
-            worker(options.checkpoint, options.tp, options.rounds, options.contenders)
+            worker(options.checkpoint, options.tp, options.pp, options.rounds, options.contenders)
         return 0
 
     from rich.progress import Progress
@@ -176,14 +184,16 @@ def main() -> int:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as checkpoint, Progress() as progress:
         LlamaForCausalLM(llama_config()).save_pretrained(checkpoint)
-        task = progress.add_task("loading", total=len(TASKS) * (options.rounds + 1))
+        task = progress.add_task("loading", total=len(tasks(options.pp)) * (options.rounds + 1))
 
         def show(message: dict[str, Any]) -> None:
             if message["rank"] == 0 and "round" in message:
                 progress.update(task, advance=1, description=message["task"])
 
-        args = ["--checkpoint", checkpoint, "--tp", str(options.tp), "--rounds", str(options.rounds)]
-        ranks = launch(__file__, [*args, "--contenders", *options.contenders], options.tp, show)
+        sizes = {"--tp": options.tp, "--pp": options.pp, "--rounds": options.rounds}
+        args = ["--checkpoint", checkpoint, *(str(word) for pair in sizes.items() for word in pair)]
+        processes = options.tp * options.pp
+        ranks = launch(__file__, [*args, "--contenders", *options.contenders], processes, show)
     print(table(ranks[0]["timings"]))
     return 0
 
