@@ -1,15 +1,16 @@
 """Gradients of a sharded model: corrected where ranks hold shares of them, and with the norms of the whole
 model.
 
-`p.grad` is a plain local tensor to every optimizer. Its class, `ShardGrad`, changes norms only:
-`clip_grad_norm_`,
-`torch.linalg.vector_norm` and `p.grad.norm()` give the number that a single process would get, on every rank.
+`p.grad` is a local tensor to every optimizer that works by element. What its class, `ShardGrad`, changes is
+what looks across elements: norms, sums, means and extremes of all of them, and of what is made of them by
+element, give the number that a single process would get, on every rank; what needs the whole is refused
+(`spread_sums.py`).
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from .comm import Comm
 from .errors import ShardStateError
 from .layouts import ParamLayout, put, take
+from .spread_sums import ANSWERS, NEEDS_WHOLE, RESHAPES, name_of, over_all, refuse
 
 
 # ---------------------------------------------------------------- corrections, as hooks of the parameter
@@ -58,6 +60,13 @@ class Spread:
     comms: tuple[Comm, ...] = ()
     weights: Tensor | None = None
     stages: tuple[Comm, bool] | None = None
+
+    def moved(self, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> Spread:
+        """Of the same elements in the places that `func` gives them."""
+        weights = self.weights
+        if weights is not None:
+            weights = func(weights.expand(shape).contiguous(), *args, **kwargs)
+        return replace(self, weights=weights)
 
     @classmethod
     def over(cls, comm: Comm, layout: ParamLayout | None, once: bool, dim: int) -> Spread:
@@ -112,9 +121,9 @@ def _has(hooks: Any, kind: type) -> bool:
 
 # ---------------------------------------------------------------- norms
 class ShardGrad(Tensor):
-    """One rank's part of a gradient. Norms over all of it are those of the whole gradient, each element
-    counted once, and collective: every rank must call them. All other functions see, and give, plain local
-    tensors (copies and casts of the whole stay ShardGrads).
+    """One rank's part of a gradient. Norms and sums over all of it are those of the whole gradient, each
+    element counted once, and collective: every rank must call them. What is made of it element by element is
+    a ShardGrad too; what looks across elements otherwise raises ShardStateError.
     """
     spread: Spread
 
@@ -154,19 +163,48 @@ class ShardedGrad(DTensor):
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of marked gradients: norms of the whole, all else of what is here."""
+    """A function of marked gradients: norms and sums of the whole, else what it is of the elements here."""
     norm: Callable[..., Any] | None = _NORMS.get(func)
     if norm is not None:
         asked = norm(*args, **kwargs)
         if asked is not None:
             return asked()
+    name = name_of(func)
+    if name in ANSWERS or name in NEEDS_WHOLE:
+        marked = [x for x in _operands(args, kwargs) if isinstance(x, _MARKED)]
+        if marked:
+            return _of_all(name, marked[0], args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        if func in _COPIES and isinstance(args[0], ShardGrad) and type(result) is Tensor:
-            return ShardGrad.of(result, args[0].spread)
+        given = args[0] if args else None
+        if type(result) is Tensor and not any(result is x for x in args):
+            of = next((x for x in args if isinstance(x, ShardGrad)), None)
+            if of is not None and result.shape == of.shape:
+                return ShardGrad.of(result, of.spread)
+            if isinstance(given, ShardGrad) and name in RESHAPES:
+                return ShardGrad.of(result, given.spread.moved(given.shape, func, args[1:], kwargs))
     if func in _FINDS_INF:
         _share_found_inf(*args)
     return result
+
+
+def _operands(args: Any, kwargs: Any) -> list[Any]:
+    given = [*args, *kwargs.values()]
+    return [*given, *(x for several in given if isinstance(several, (list, tuple)) for x in several)]
+
+
+def _of_all(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """`name` of all elements of the whole; ShardStateError where it is along some dims, or no such sum."""
+    rest = args[1:]
+    dims = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
+    if name not in ANSWERS or isinstance(dims, Tensor) or not over_all(dims, x.dim()):
+        refuse(name)
+    spread: Spread = x.spread  # type: ignore[attr-defined]
+    with torch.no_grad():
+        local = x._local_tensor if isinstance(x, ShardedGrad) else plain(x)
+        asked = kwargs.get("dtype")
+        result = ANSWERS[name](local if asked is None else local.to(asked), spread)
+    return result.reshape((1,) * x.dim()) if kwargs.get("keepdim") else result
 
 
 class StageNorm(Tensor):
@@ -274,21 +312,21 @@ _MARKED = (ShardGrad, ShardedGrad)
 # What is asked of each norm function: a callable that answers, or None when it is not over the whole tensor.
 def _vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *,
                  dtype: torch.dtype | None = None, out: Any = None) -> Any:
-    if not isinstance(x, _MARKED) or not _all_dims(x, dim):
+    if not isinstance(x, _MARKED) or not over_all(dim, x.dim()):
         return None
     return lambda: _shaped(global_norms([x], float(ord), dtype)[0], x, keepdim)
 
 
 def _tensor_norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None,
                  dtype: torch.dtype | None = None) -> Any:
-    if not isinstance(input, _MARKED) or not _all_dims(input, dim):
+    if not isinstance(input, _MARKED) or not over_all(dim, input.dim()):
         return None
     return lambda: _shaped(global_norms([input], _order(p), dtype)[0], input, keepdim)
 
 
 def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None,
                  dtype: torch.dtype | None = None) -> Any:
-    if not isinstance(A, _MARKED) or not _all_dims(A, dim):
+    if not isinstance(A, _MARKED) or not over_all(dim, A.dim()):
         return None
     if ord not in (None, "fro") and A.dim() > 1:
         _order("nuc")
@@ -297,13 +335,6 @@ def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = Fa
 
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     return lambda: global_norms(list(tensors), float(ord), dtype)
-
-
-def _all_dims(x: Tensor, dim: Any) -> bool:
-    if dim is None:
-        return True
-    dims = {dim} if isinstance(dim, int) else set(dim)
-    return len({d % max(x.dim(), 1) for d in dims}) == x.dim()
 
 
 def _order(p: Any) -> float:
@@ -323,9 +354,6 @@ _NORMS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm, torch.norm: _tensor_norm, Tensor.norm: _tensor_norm,
     torch.linalg.norm: _linalg_norm, torch._foreach_norm: _foreach_norm,
 }
-_COPIES = {Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double,
-           Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach,
-           Tensor.data.__get__}  # type: ignore[attr-defined]
 _FINDS_INF = {torch._amp_foreach_non_finite_check_and_unscale_}
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .comm import Comm
 from .errors import ShardStateError
-from .gradients import is_watched, watch
+from .gradients import is_watched, plain, watch
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
 from .pipeline.absent import Absent
@@ -192,7 +192,8 @@ def gather(local: Tensor, layout: ParamLayout, comm: Comm) -> Tensor:
     """The full tensor, on every rank, from each rank's part. Collective; bit for bit what was split."""
     parts = [layout.local_shape(rank) for rank in range(comm.size)]
     counts = [torch.Size(shape).numel() for shape in parts]
-    flat = comm.all_gather(local.detach().reshape(-1), 0, counts)
+    local = plain(local.detach())
+    flat = comm.all_gather(local.reshape(-1), 0, counts)
     full = local.new_empty(layout.shape)
     for rank, part in enumerate(flat.split(counts)):
         put(full, part.view(parts[rank]), layout, rank)

@@ -190,7 +190,13 @@ def test_gradients_and_every_way_to_ask_for_their_norm():
             lambda g: g.float().norm(dtype=torch.float64), lambda g: copy.deepcopy(g).norm(),
             lambda g: torch.linalg.vector_norm(g, keepdim=True),
             lambda g: torch.linalg.vector_norm(g, 2, tuple(range(g.dim()))),
-            lambda g: torch.nn.utils.get_total_norm([g]), lambda g: torch._foreach_norm([g], 1)[0]]
+            lambda g: torch.nn.utils.get_total_norm([g]), lambda g: torch._foreach_norm([g], 1)[0],
+            # and by hand
+            lambda g: (g * g).sum().sqrt(), lambda g: g.pow(2).sum() ** 0.5, lambda g: g.abs().max(),
+            lambda g: torch.mean(g.square()), lambda g: g.view(-1).square().sum(), lambda g: torch.amin(g),
+            lambda g: (2 * g - g.sign()).mean(), lambda g: (g > 0).sum(), lambda g: torch.isnan(g).any(),
+            lambda g: torch.isfinite(g).all(), lambda g: g.t().flatten().abs().sum(),
+            lambda g: g.sum(tuple(range(g.dim())), keepdim=True), lambda g: g.sum(dtype=torch.float64)]
 
     def fn(comm):
         model, held = shard(copy.deepcopy(whole), comm)
@@ -205,13 +211,38 @@ def test_gradients_and_every_way_to_ask_for_their_norm():
                 torch.testing.assert_close(got, want, msg=lambda m, i=i: f"way {i}: {m}", **tolerance)
                 assert type(got) is torch.Tensor
         g = model.embed.weight.grad
-        assert type(g + 1) is torch.Tensor and type(g * g) is torch.Tensor
-        assert g.norm(dim=1).shape == (g.shape[0],)
+        for across in (lambda g: g.norm(dim=1), lambda g: g.mean(0), lambda g: g @ g.t(), lambda g: g.std(),
+                       lambda g: torch.cat([g.view(-1), g.flatten()]), lambda g: torch.argmax(g),
+                       lambda g: torch.einsum("ij,ik->jk", g, g), lambda g: (g * 2).softmax(-1)):
+            with pytest.raises(ShardStateError, match="each rank has only a part of it"):
+                across(g)
         with pytest.raises(ShardStateError, match="matrix norm of a sharded gradient"):
             g.norm("nuc")
         torch.testing.assert_close(gather(g, held["embed.weight"].layout, comm), grads["embed.weight"])
 
     simulate(3, fn)
+
+
+@pytest.mark.parametrize("optimizer", [
+    lambda params: torch.optim.LBFGS(params, max_iter=2),
+    lambda params: torch.optim.Adafactor(params, foreach=False),
+    lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], nesterov=False),
+])
+def test_optimizers_that_look_across_a_weight_are_refused(optimizer):
+    def fn(comm):
+        model, _ = shard(whole_model(), comm)
+        by = optimizer([p for p in model.parameters()])
+
+        def closure():
+            by.zero_grad()
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+            return loss
+
+        with pytest.raises(ShardStateError, match="An optimizer that looks across a whole weight"):
+            by.step(closure)
+
+    simulate(2, fn)
 
 
 def test_a_list_of_norms_is_one_all_reduce():
