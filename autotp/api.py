@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from .comm import Comm, ThreadComm, agree
 from .data_parallel import keep_copies_alike
+from .degrees import Degree, chosen
 from .errors import AutotpError, CaptureError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
 from .mesh import Mesh, attach
@@ -28,15 +29,16 @@ from .state import ShardState, refuse_ddp, refuse_partial_saves
 
 def parallelize(
     model: nn.Module,
-    tp: int | None = None,
-    pp: int = 1,
-    dp: int = 1,
+    tp: Degree | None = None,
+    pp: Degree = 1,
+    dp: Degree = 1,
     ep: int = 1,
     *,
     stages: Sequence[str] | int | None = None,
     zero: int = 0,
     policy: Any = None,
     strict: bool = False,
+    workload: Mapping[str, Any] | None = None,
     example_inputs: Any = None,
     rules: OwnRules = None,
     comm: Comm | Mesh | None = None,
@@ -55,6 +57,8 @@ def parallelize(
     the parameters too. `p` and `p.grad` are then DTensors outside of forward and backward.
     ep: `tp` to split experts by expert: each rank computes the choices that fell on its own, and the results
     are summed. 1 splits every expert's hidden units.
+    "auto" for tp, pp or dp: what `autotp.search` finds best for the processes there are. workload: what it
+    goes by, as {"batch": 512, "seq": 4096, "mode": "train", "cluster": "dgx-h100"}; all have defaults.
     policy: path of a policy YAML, a dict of that form, or a transformers `tp_plan`; none is needed.
     strict: raise instead of warning where block weights stay replicated.
     example_inputs: dict or tuple for `model.forward`; made from its signature and config when not given.
@@ -71,7 +75,13 @@ def parallelize(
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
         raise CaptureError(f"{kind} is no torch.nn.Module with a forward in Python: give the model itself.")
-    mesh = mesh_over(comm, tp, pp, dp)
+    if "auto" in (tp, pp, dp):
+        everyone = comm if isinstance(comm, Comm) else comm.world if comm is not None else attach().world
+        best = chosen(model, {"tp": tp, "pp": pp, "dp": dp}, everyone, workload)
+        tp, pp, dp = best["tp"], best["pp"], best["dp"]
+    elif workload is not None:
+        raise PlanError('workload is what "auto" degrees are chosen by, and none is: give tp="auto".')
+    mesh = mesh_over(comm, tp, pp, dp)  # type: ignore[arg-type]  # no "auto" is left
     ranks: Comm = mesh.tp if mesh.pp.size == 1 or mesh.tp.size == 1 else QuietComm(mesh.tp)
     count, cuts = _stage_count(mesh.pp.size, stages)
     if zero and mesh.pp.size > 1:

@@ -76,20 +76,13 @@ def attach(tp: int | None = None, pp: int = 1, dp: int = 1) -> Mesh:
         if size is not None and (not isinstance(size, int) or size < 1):
             taken = " None takes all." if name == "tp" else ""
             raise LaunchError(f"{name}={size}: give a number of processes, at least 1.{taken}")
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-            if (tp, pp, dp) == (1, 1, 1):
-                return Mesh.of(ShapeComm(0, 1))
-            need: int | str = "N" if tp is None else dp * pp * tp
-            raise LaunchError(f"{_asked(tp, pp, dp)} needs several processes, and this one was started alone."
-                              f" Run with: torchrun --nproc-per-node {need} your_script.py; for one "
-                              "process, use autotp.plan or autotp.verify.")
-        # On a machine with fewer GPUs than processes the ranks meet on the CPU.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if not started():
+        if (tp, pp, dp) == (1, 1, 1):
+            return Mesh.of(ShapeComm(0, 1))
+        need: int | str = "N" if tp is None else dp * pp * tp
+        raise LaunchError(f"{_asked(tp, pp, dp)} needs several processes, and this one was started alone."
+                          f" Run with: torchrun --nproc-per-node {need} your_script.py; for one "
+                          "process, use autotp.plan or autotp.verify.")
     world = dist.get_world_size()
     others = dp * pp
     size = others * tp if tp is not None else max(world // others, 1) * others
@@ -103,6 +96,21 @@ def attach(tp: int | None = None, pp: int = 1, dp: int = 1) -> Mesh:
                       f"talk to each other; dp={dp * world // size} makes them train one model.",
                       stacklevel=3)
     return _mesh(sizes, world)
+
+
+def started() -> bool:
+    """Whether there is a process group: one that runs, or else one that torchrun's environment asks for."""
+    if dist.is_initialized():
+        return True
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return False
+    # On a machine with fewer GPUs than processes the ranks meet on the CPU.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return True
 
 
 def _mesh(sizes: dict[str, int], world: int) -> Mesh:

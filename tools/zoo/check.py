@@ -177,6 +177,7 @@ def _verified(model: nn.Module, inputs: Row, tp: int, progress: Callable[[str], 
             progress(what)
 
         steps = 1 if _has_gradients(model, inputs) else 0
+        asked: dict[str, Any]
         for asked in ({"steps": steps, "new_tokens": 4}, {"steps": steps, "new_tokens": 0}):
             try:
                 return autotp.verify(model, tp=tp, example_inputs=inputs, progress=noted, **asked)

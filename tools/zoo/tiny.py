@@ -415,7 +415,7 @@ def _richer(model: nn.Module, given: dict[str, Any], takes: Any) -> Iterator[dic
     generator = torch.Generator().manual_seed(5)
     dtype = next(model.parameters()).dtype
 
-    def floats(*shape: int) -> torch.Tensor:
+    def floats(*shape: Any) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 64)
@@ -431,7 +431,7 @@ def _richer(model: nn.Module, given: dict[str, Any], takes: Any) -> Iterator[dic
     mels = next((v for c in parts if isinstance(v := _setting(c, "input_dim"), int)), mels)
     frames = 2 * next((v for c in parts if isinstance(v := _setting(c, "max_source_positions"), int)), 16)
     side = next((v for c in parts if isinstance(v := _setting(c, "image_size"), int)), 32)
-    shapes = {
+    shapes: dict[str, list[tuple[Any, ...]]] = {
         "pixel_values": [(batch, 3, side, side), (batch, 1, 3, side, side)],
         "input_features": [(batch, mels, frames), (batch, frames, mels)],
     }
