@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ def install(
     pipeline = Pipeline(stages, rank, size, channel, home, place)
     _drop_values(model, pipeline)
     pipeline.trains = lambda: any(p.requires_grad for p in model.parameters())
-    pipeline.lies = lambda: next((t.device for t in _tensors(model) if not isinstance(t, Absent)), home)
+    pipeline.lies = _device_of(model, home)
     around = {""} | {path[:i] for path in stages.units for i, c in enumerate(path) if c == "."}
     for path in stages.units:
         module = model.get_submodule(path)
@@ -55,10 +55,13 @@ def install(
     return pipeline
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _device_of(model: nn.Module, otherwise: torch.device) -> Callable[[], torch.device]:
+    """Where the tensors of this rank lie, asked at every call: of one that it holds."""
     for module in model.modules():
-        for _, tensor in tensors_of(module):
-            yield tensor
+        for own, tensor in tensors_of(module):
+            if not isinstance(tensor, Absent):
+                return lambda module=module, own=own: getattr(module, own).device  # type: ignore[misc]
+    return lambda: otherwise
 
 
 def _drop_values(model: nn.Module, pipeline: Pipeline) -> None:
