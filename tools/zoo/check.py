@@ -177,12 +177,13 @@ def _verified(model: nn.Module, inputs: Row, tp: int, progress: Callable[[str], 
             progress(what)
 
         steps = 1 if _has_gradients(model, inputs) else 0
-        asked: dict[str, Any]
-        for asked in ({"steps": steps, "new_tokens": 4}, {"steps": steps, "new_tokens": 0}):
+        for count in (4, 0):
             try:
-                return autotp.verify(model, tp=tp, example_inputs=inputs, progress=noted, **asked)
+                return autotp.verify(
+                    model, tp=tp, example_inputs=inputs, progress=noted, steps=steps, new_tokens=count
+                )
             except Exception:
-                if phase[0] != "running the whole model" or not asked["new_tokens"]:
+                if phase[0] != "running the whole model" or not count:
                     raise
 
 
