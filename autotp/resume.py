@@ -61,8 +61,7 @@ def save_training(
     Every rank must call it. Raises RankError when another rank does not, CheckpointError for `extra` that
     JSON can't hold, for parameters in the optimizer that the model lacks, and when writing fails.
     """
-    comm, _ = split_of(model)
-    _over_processes(comm)
+    _over_processes(model)
     meet(everyone(model), "autotp.save_training", PATIENCE)
     target = Path(directory).absolute()
     entries = {**_model_entries(model), **_optimizer_entries(model, optimizer)}
@@ -96,8 +95,7 @@ def load_training(
     trust. Raises CheckpointError where there is no complete checkpoint, or where it lacks what the model or
     the optimizer needs.
     """
-    comm, _ = split_of(model)
-    _over_processes(comm)
+    _over_processes(model)
     source = _complete(Path(directory).absolute())
     settings = json.loads((source / SETTINGS).read_text())
     reader = dcp.FileSystemReader(source)
@@ -126,11 +124,13 @@ def load_training(
     return extra
 
 
-def _over_processes(comm: Comm) -> None:
+def _over_processes(model: nn.Module) -> None:
+    comm, _ = split_of(model)
+    if getattr(getattr(model, "autotp", None), "pipeline", None) is not None:
+        raise PlanError("pipeline stages have no training checkpoints yet; autotp.save keeps the weights.")
     if comm.size > 1 and not isinstance(comm, ProcessComm):
-        raise PlanError(
-            "training checkpoints are written by processes of torch.distributed, not by simulated ranks."
-        )
+        what = "training checkpoints are written by processes of torch.distributed, not by simulated ranks."
+        raise PlanError(what)
 
 
 def _write(

@@ -19,6 +19,7 @@ from autotp.errors import AbsentError, AutotpError, PlanError, RankError
 from autotp.mesh import Mesh
 from autotp.pipeline.absent import Absent, Home, Origin, QuietComm, absent
 from autotp.pipeline.stub import Stub
+from autotp.resume import save_training
 from autotp.verify import relative_error
 
 GRANITE = functools.partial(
@@ -327,3 +328,12 @@ def test_a_process_that_raises_is_heard_of_at_once():
     with torch.no_grad():
         want = model(**inputs).logits
     assert relative_error(logits[0], want) < EXACT and relative_error(other[0], want) < EXACT
+
+
+def test_training_checkpoints_are_refused_before_anything_is_written(tmp_path):
+    def use(model, inputs):
+        with pytest.raises(PlanError, match="pipeline stages"):
+            save_training(tmp_path / "step", model)
+
+    in_stages("llama_gqa", use)
+    assert not list(tmp_path.iterdir())
