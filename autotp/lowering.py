@@ -36,7 +36,8 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
     """The analysis as data."""
     index, choice = found.index, found.choice
     params = _params(found, tp)
-    alone = {} if found.experts else split_alone(found, params, hooks_of(model), tp)
+    may = found.policy.splits_alone and not found.experts
+    alone = split_alone(found, params, hooks_of(model), tp) if may else {}
     for path, layouts in alone.items():
         params |= {p.name: p for p in _alone_params(found, params, path, layouts)}
     kept = {

@@ -25,6 +25,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
+from .alone import split_alone_in
 from .axes import Axis, leaves, show
 from .choose import choose
 from .errors import PolicyError
@@ -121,6 +122,12 @@ class BoundPolicy:
     def roles(self) -> Mapping[str, str]:
         """Module path -> role as the dataflow has it."""
         return self.structure.roles
+
+    @property
+    def splits_alone(self) -> bool:
+        """Whether weights that no axis shards may be split one by one (`alone.py`)."""
+        asked = self.options["alone"][0]
+        return asked == "allow" or (asked == "auto" and not self.claims)
 
     @cached_property
     def _of_param(self) -> dict[str, list[Claim]]:
@@ -290,6 +297,7 @@ def to_policy(plan: Plan) -> str:
     `*`.
     """
     kinds = {layer.module: layer.kind for layer in plan.layers}
+    alone = split_alone_in(plan)  # they follow from the option
     weights = {w: p for name, p in plan.params.items() if len(p.shape) > 1 for w in (name, *p.also)}
     modules = {written: written.rpartition(".")[0] for written in weights}
     words: dict[str, str] = {}
@@ -305,6 +313,8 @@ def to_policy(plan: Plan) -> str:
         mixed = any(modules[w] == module and (weights[w].layout is None) != whole for w in siblings)
         found = str(plan.roles.get(module))
         role = found if found in ROLES else kinds.get(module, "")
+        if module in alone:
+            role = ""
         words[written if mixed else module] = "replicate" if whole else role
     rules = [
         # A weight that is split without a role or a layer of its own follows from the others.
@@ -316,6 +326,7 @@ def to_policy(plan: Plan) -> str:
         "schema: 1",
         f"match: {{class: {plan.model}}}",
         *([f"stages: {json.dumps(plan.stages.starts)}"] if plan.stages else []),
+        *(["options: {alone: allow}"] if alone else []),
         "modules:" if any(role in ROLES for role in words.values()) else "modules: {}",
     ]
     return "\n".join([*head, *rules]) + "\n"

@@ -51,6 +51,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "uneven": ("allow", "forbid"),
     "kv_replicate": ("allow", "forbid"),
+    "alone": ("auto", "allow", "forbid"),  # auto: where the policy names no module
 }
 _TOP = ("schema", "match", "modules", "options", "stages")
 _MATCH = ("model_type", "class")

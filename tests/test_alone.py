@@ -121,10 +121,21 @@ def test_little_that_stays_whole_is_left_whole() -> None:
 
 
 def test_a_policy_keeps_what_would_be_split_alone() -> None:
-    policy = {"schema": 1, "modules": {"layers.*.into": "replicate"}}
+    modules = {"layers.*.into": "replicate"}
+    policy = {"schema": 1, "modules": modules, "options": {"alone": "allow"}}
     plan = autotp.plan(noisy(Mixed()), 2, policy, example_inputs=Y)
     assert plan.params["layers.0.into.weight"].layout is None
     assert plan.params["layers.0.out.weight"].layout is not None
+    plan = autotp.plan(noisy(Mixed()), 2, {"schema": 1, "modules": modules}, example_inputs=Y)
+    assert plan.params["layers.0.out.weight"].layout is None  # who names modules has them split as named
+
+
+def test_the_policy_of_a_plan_splits_alone_again(tmp_path) -> None:
+    plan = autotp.plan(noisy(Mixed()), 2, example_inputs=Y)
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    again = autotp.plan(noisy(Mixed()), 2, str(tmp_path / "plan.yaml"), example_inputs=Y)
+    assert {n: p.layout for n, p in again.params.items()} == {n: p.layout for n, p in plan.params.items()}
+    assert any("split alone" in p.why for p in again.params.values())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

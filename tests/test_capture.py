@@ -87,7 +87,10 @@ def test_replay_of_training_draws_the_same_dropout_and_gives_the_same_gradients(
         sum(t.pow(2).mean() for t in flat(result) if t.is_floating_point()).backward()
         results.append(result)
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert same(*results) and same(*gradients)
+    assert same(*results)
+    # sums of a backward may be taken in another order: where tensors lie in memory can decide it
+    for own, replayed in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, replayed, rtol=1e-12, atol=1e-15)
     assert sum(bool(gradient.abs().sum() > 0) for gradient in gradients[0]) > len(gradients[0]) * 0.8
 
 

@@ -37,6 +37,7 @@ def plan_under(source, name, tp=2):
     placement = place(found.index, choice)
     solved = dataclasses.replace(
         found,
+        policy=bound,
         choice=choice,
         placement=placement,
         realised=realise(found.index, placement),
