@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 
-from .axes import Axis, factors, leaves, segments
+from .axes import Axis, factors, layout, leaves, segments
 from .capture import CapturedGraph, record
 from .errors import AutotpError, CaptureError
 from .graph import GraphIndex
 from .ints import COMPARISONS, Comparison, Dim, dims_of, evaluate
+from .layouts import Layout, split
 from .nested import map_parts, tensors_in
 from .plan import Plan
 from .propagate import propagate
@@ -277,14 +278,23 @@ def resized(dim: Axis, changed: dict[Axis, int]) -> int:
 
 def allowed_by(plan: Plan, index: GraphIndex) -> dict[Axis, str]:
     """The axes of another capture that `plan` does not shard, as axes to refuse."""
-    wanted = {
-        leaf
-        for name, p in plan.params.items()
-        if p.layout is not None and name in index.axes.params
-        for d in p.layout.dims
-        for leaf in leaves(index.axes.params[name][d])
-    }
+    wanted: set[Axis] = set()
+    for name, p in plan.params.items():
+        if p.layout is not None and name in index.axes.params:
+            for d, ranks in p.layout.dims.items():
+                wanted |= _split_in(index.axes.params[name][d], ranks)
     return {axis: "the plan does not shard it" for axis in index.holders if axis not in wanted}
+
+
+def _split_in(dim: Axis, ranks: Layout) -> set[Axis]:
+    """The leaves of `dim` that are split where its layout is `ranks`: of heads * head_dim the heads, if whole
+    heads are held. All, where no single leaf split evenly gives that layout."""
+    all_of_it = set(leaves(dim))
+
+    def gives(leaf: Axis) -> bool:
+        return ranks == tuple(layout(dim, {leaf: held}) for held in split(leaf.size, len(ranks)))
+
+    return {leaf for leaf in all_of_it if leaf.size >= len(ranks) and gives(leaf)} or all_of_it
 
 
 def disagreement(plan: Plan, other: Plan, captured: CapturedGraph) -> str | None:
