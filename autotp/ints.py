@@ -23,7 +23,7 @@ from typing import Any
 
 from .errors import PatchError
 from .sites import Frame, is_internal
-from .source import definition_of
+from .source import PARSER, definition_of
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _called_at(code: CodeType, lasti: int) -> CodeType | None:
         inner = inner.value
     if not isinstance(inner, ast.Name) or not isinstance(function, ast.expr):
         return None
-    return compile(ast.fix_missing_locations(ast.Expression(function)), code.co_filename, "eval")
+    with PARSER:
+        return compile(ast.fix_missing_locations(ast.Expression(function)), code.co_filename, "eval")
 
 
 @dataclass(frozen=True)

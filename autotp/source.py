@@ -14,6 +14,7 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ from autotp.errors import PatchError
 _EXPRESSIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare, ast.UnaryOp, ast.Subscript, ast.Attribute)
 
 
+# CPython 3.11's parser and compiler keep their depth of recursion for all threads together, and fail when two
+# work at once.
+PARSER = threading.Lock()
+
+
 @functools.lru_cache(maxsize=16)
 def _parse(source: str) -> ast.Module:
-    return ast.parse(source)
+    with PARSER:
+        return ast.parse(source)
 
 
 def codes_in(code: types.CodeType) -> list[types.CodeType]:
@@ -74,7 +81,9 @@ def _inside(node: ast.stmt) -> list[ast.stmt]:
 def _compile(body: Sequence[ast.stmt], code: types.CodeType) -> list[types.CodeType]:
     flags = code.co_flags & __future__.annotations.compiler_flag
     module = ast.Module(list(body), [])
-    return codes_in(compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True))
+    with PARSER:
+        compiled = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+    return codes_in(compiled)
 
 
 def _steps(code: types.CodeType) -> list[dis.Instruction]:
@@ -151,7 +160,8 @@ class Definition:
         own = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             own = [statement.name]
-        scope = ast.parse(f"def _autotp_scope({', '.join(helpers)}):\n    pass").body[0]
+        with PARSER:
+            scope = ast.parse(f"def _autotp_scope({', '.join(helpers)}):\n    pass").body[0]
         assert isinstance(scope, ast.FunctionDef)
         # what the file defines at its top level stays global
         scope.body = [*([ast.Global(sorted(set(own)))] if own else []), statement]
