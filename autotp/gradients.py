@@ -176,15 +176,19 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             return _of_all(name, marked[0], args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        given = args[0] if args else None
-        if type(result) is Tensor and not any(result is x for x in args):
-            of = next((x for x in args if isinstance(x, ShardGrad)), None)
-            if of is not None and result.shape == of.shape:
+        if func in _FINDS_INF:
+            _share_found_inf(*args)
+        if any(result is x for x in args):
+            return result  # changed in place
+        of = next((x for x in args if isinstance(x, _MARKED)), None)
+        if isinstance(of, ShardGrad) and type(result) is Tensor:
+            if name in RESHAPES:
+                return ShardGrad.of(result, of.spread.moved(of.shape, func, args[1:], kwargs))
+            if result.shape == of.shape:
                 return ShardGrad.of(result, of.spread)
-            if isinstance(given, ShardGrad) and name in RESHAPES:
-                return ShardGrad.of(result, given.spread.moved(given.shape, func, args[1:], kwargs))
-    if func in _FINDS_INF:
-        _share_found_inf(*args)
+        if isinstance(of, ShardedGrad) and type(result) is DTensor and name not in RESHAPES:
+            if result.shape == of.shape and result.placements == of.placements:
+                return ShardedGrad.of(result, of.spread)
     return result
 
 

@@ -11,11 +11,13 @@ has no name any more when the first message goes through it, and who waits for a
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import platform
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +48,8 @@ class Mailbox:
 
     Every rank calls `all_reduce` and `all_gather` in the same order. In turn n all write their slot n % 2 and
     set their count to n + 1; a slot is written again in turn n + 2, which no rank begins before all have
-    begun turn n + 1, and so have read what turn n brought.
+    begun turn n + 1, and so have read what turn n brought. Beside its count a rank leaves what it brought:
+    one that came to another collective, or with a tensor of another size, is an error and not a number.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int], timeout: float) -> None:
@@ -120,14 +123,24 @@ class Mailbox:
         dtype, width = flat.dtype, flat.element_size()
         if len(flat):
             self._slots[self.rank][which][: flat.nbytes].view(dtype).copy_(flat)
-        self._counts[self.rank * (_LINE // 8)] = self._turn
+        counts, own, kind = self._counts, self.rank * (_LINE // 8), _kind(dtype, lengths is not None)
+        counts[own + 1 + 2 * which], counts[own + 2 + 2 * which] = kind, len(flat)
+        counts[own] = self._turn
         found = [flat] * self.size
         for peer in self._peers:
-            if self._counts[peer * (_LINE // 8)] < self._turn:
+            at, length = peer * (_LINE // 8), lengths[peer] if lengths else len(flat)
+            if counts[at] < self._turn:
                 self._wait(peer)
-            length = lengths[peer] if lengths else len(flat)
+            came = counts[at + 1 + 2 * which], counts[at + 2 + 2 * which]
+            if came != (kind, length):
+                self._misfit(peer, length, came[1] if came[0] == kind else None)
             found[peer] = self._slots[peer][which][: length * width].view(dtype)
         return found
+
+    def _misfit(self, peer: int, expected: int, brought: int | None) -> None:
+        what = f"{brought} elements, not {expected}" if brought is not None else "another kind or dtype"
+        raise RankError(f"rank {peer} of {self.size} came to a collective of rank {self.rank} with {what}: "
+                        "the ranks were given other inputs, or took different ways. Give all the same.")
 
     def _wait(self, peer: int) -> None:
         counts, at, turn = self._counts, peer * (_LINE // 8), self._turn
@@ -155,6 +168,12 @@ class Mailbox:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Mailbox belongs to running processes and can't be copied or pickled")
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, gathers: bool) -> int:
+    """A number for what a turn is of, the same in all processes."""
+    return zlib.crc32(f"{dtype} {gathers}".encode())
 
 
 def _create(length: int) -> tuple[str, mmap.mmap | None]:

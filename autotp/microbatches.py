@@ -19,7 +19,8 @@ def split_batch(
     """`count` micro-batches of a batch: the arguments of the model by name.
 
     A tensor is cut along dim 0, or where that has another size than the batch (position ids of [3, batch,
-    length]), along its only dim that has; dims states it by name. Numbers, None and tensors without dims go
+    length]), along its only dim that has; dims states it by name, and must where the first two of more than
+    two dims have it. Numbers, None and tensors without dims go
     to every micro-batch as they are.
 
     Raises TrainError where the rows can't be divided, or it is not clear which dim they are.
@@ -66,7 +67,9 @@ class _Cut:
         dim = self.dim
         if dim is None:
             fitting = [d for d, n in enumerate(tensor.shape) if n == self.rows]
-            if fitting[:1] == [0] or len(fitting) == 1:
+            # [3, 3, length] may be position ids of three kinds for three rows: rows are not guessed there.
+            guessed = tensor.dim() > 2 and fitting[:2] == [0, 1]
+            if len(fitting) == 1 or (fitting[:1] == [0] and not guessed):
                 dim = fitting[0]
             else:
                 found = "more than one dim" if fitting else "no dim"

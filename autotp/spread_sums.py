@@ -43,11 +43,17 @@ def mean(local: Tensor, spread: Spread) -> Tensor:
 
 
 def largest(local: Tensor, spread: Spread) -> Tensor:
-    return _over_ranks(local.amax(), spread, "max")
+    return _over_ranks(local.amax() if local.numel() else _limit(local, "min"), spread, "max")
 
 
 def smallest(local: Tensor, spread: Spread) -> Tensor:
-    return _over_ranks(local.amin(), spread, "min")
+    return _over_ranks(local.amin() if local.numel() else _limit(local, "max"), spread, "min")
+
+
+def _limit(local: Tensor, which: str) -> Tensor:
+    """What a rank without elements brings: the least, or the most, that the dtype holds."""
+    kind = torch.finfo if local.is_floating_point() else torch.iinfo
+    return local.new_full((), getattr(kind(local.dtype), which))
 
 
 def any_of(local: Tensor, spread: Spread) -> Tensor:

@@ -1,7 +1,7 @@
 """Start a script of ours over N processes and hear from them: torchrun with progress and results.
 
-The ranks speak to the launcher on stdout, one JSON object a line behind a mark; all else they print is kept,
-and shown when a run fails.
+The ranks speak to the launcher on stdout, in JSON behind a mark; all else they print is kept, and shown when
+a run fails. They share one pipe, which keeps a write together up to 4096 bytes: longer messages go in pieces.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _MARK = "@rank "
+_PIECE = 3000  # characters of a message in one line, well below what a pipe keeps together
 
 
 class LaunchError(RuntimeError):
@@ -26,9 +27,13 @@ class LaunchError(RuntimeError):
 
 def say(**message: Any) -> None:
     """From a rank to the launcher: a JSON-able message. `launch` returns those with `result=True`."""
-    # One write: lines of several ranks must not mix.
-    sys.stdout.write(f"{_MARK}{json.dumps({'rank': int(os.environ.get('RANK', '0')), **message})}\n")
-    sys.stdout.flush()
+    rank = int(os.environ.get("RANK", "0"))
+    text = json.dumps({"rank": rank, **message})
+    for start in range(0, len(text), _PIECE):
+        more = "+" if start + _PIECE < len(text) else "."
+        # A line of its own, whatever was printed before without an end; in one write.
+        sys.stdout.write(f"\n{_MARK}{rank} {more}{text[start:start + _PIECE]}\n")
+        sys.stdout.flush()
 
 
 @contextmanager
@@ -71,15 +76,21 @@ def launch(
     timer = threading.Timer(timeout, end_late)
     timer.start()
     results: dict[int, dict[str, Any]] = {}
+    begun: dict[str, str] = defaultdict(str)  # by rank, the pieces so far of a message
     errors: list[str] = []
     printed: deque[str] = deque(maxlen=60)
     try:
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith(_MARK):
-                printed.append(line)
+                if line.strip():
+                    printed.append(line)
                 continue
-            message = json.loads(line[len(_MARK) :])
+            rank, _, piece = line[len(_MARK) :].rstrip("\n").partition(" ")
+            begun[rank] += piece[1:]
+            if piece.startswith("+"):
+                continue
+            message = json.loads(begun.pop(rank))
             if message.get("result"):
                 results[message["rank"]] = message
             if "error" in message:

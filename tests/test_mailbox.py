@@ -100,6 +100,21 @@ def test_who_does_not_come_is_named():
         mailbox._ASK = mailbox_ask
 
 
+@pytest.mark.parametrize("brought", [
+    lambda box: box.all_reduce(torch.ones(3 + box.rank), torch.add),
+    lambda box: box.all_reduce(torch.ones(3, dtype=[torch.float32, torch.float64][box.rank]), torch.add),
+    lambda box: box.all_reduce(torch.ones(3), torch.add) if box.rank else box.all_gather(
+        torch.ones(3), [torch.Size([3])] * 2, 0),
+    lambda box: box.all_gather(torch.ones(2 + box.rank), [torch.Size([2 + box.rank])] * 2, 0),
+])
+def test_ranks_that_bring_different_things_are_told(brought):
+    def one(box):
+        with pytest.raises(RankError, match="came to a collective of rank . with"):
+            brought(box)
+
+    together(2, one)
+
+
 def test_who_has_died_is_named():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     memory = mmap.mmap(-1, Mailbox.length(2))

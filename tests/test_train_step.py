@@ -295,6 +295,10 @@ def test_rows_are_cut_where_they_are() -> None:
     assert parts[1]["positions"].shape == (3, 2, 2) and parts[1]["n"] == 7 and parts[0]["scale"] == 2
     assert parts[0]["past"][0].shape == (2, 1) and parts[0]["past"][1] is None
     assert split_batch({"x": torch.zeros(4, 4)}, 2)[0]["x"].shape == (2, 4)
+    kinds = {"x": torch.zeros(4, 5), "position_ids": torch.zeros(4, 4, 5)}  # four kinds, or four rows first?
+    with pytest.raises(TrainError, match=r"position_ids, of shape \[4, 4, 5\], has more than one dim"):
+        split_batch(kinds, 2)
+    assert split_batch(kinds, 2, {"position_ids": 1})[0]["position_ids"].shape == (4, 2, 5)
     assert split_batch({"x": torch.zeros(4, 2), "y": torch.zeros(4, 4)}, 2, {"y": 1})[0]["y"].shape == (4, 2)
 
 
