@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ def _call(source: str, device: str) -> nn.Module:
             f"{source}: importing {module_name!r} failed: {error}. "
             "Give package.module:function, importable from this directory."
         ) from error
+    except Exception as error:
+        raise _raised(source, f"importing {module_name!r}", error) from error
     builder: Any = module
     for name in attribute.split("."):
         builder = getattr(builder, name, None)
@@ -74,11 +77,23 @@ def _call(source: str, device: str) -> nn.Module:
         raise ModelSourceError(
             f"{source}: {module_name} has no function {attribute!r}. It has: {', '.join(has) or 'none'}."
         )
-    with torch.device(device):
-        model = builder()
+    try:
+        with torch.device(device):
+            model = builder()
+    except Exception as error:
+        raise _raised(source, f"{attribute}()", error) from error
     if not isinstance(model, nn.Module):
         raise ModelSourceError(f"{source} gave a {type(model).__name__}; it must return an nn.Module.")
     return model
+
+
+def _raised(source: str, what: str, error: Exception) -> ModelSourceError:
+    """What the user's own code raised, at the last of its lines."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # from what autotp called
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    at = (own or frames)[-1:]
+    where = f" at {at[0].filename}:{at[0].lineno} in {at[0].name}" if at else ""
+    return ModelSourceError(f"{source}: {what} raised {type(error).__name__}: {error}{where}")
 
 
 @contextmanager

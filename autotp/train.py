@@ -65,7 +65,7 @@ def train_step(
     if copies is not None and copies.cuts:
         copies.reshard()
     parts = split_batch(batch, microbatches, batch_dims)
-    if isinstance(copies, Replica) and copies.pending:
+    if copies is not None and copies.pending:
         raise TrainError("there are gradients from autotp.no_sync that no backward has averaged yet: finish "
                          "that accumulation, or set them to None, before train_step.")
     params = [p for p in model.parameters() if p.requires_grad and not is_missing(p)]

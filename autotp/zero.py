@@ -36,6 +36,8 @@ class Sharded:
     mesh: Mesh
     modules: list[FSDPModule] = field(default_factory=list)
     count: int = 0
+    _quiet: bool = False
+    pending: bool = False  # gradients from `paused` that no backward has summed over the copies yet
 
     def install(self, model: nn.Module, state: ShardState, blocks: Sequence[str]) -> None:
         """Shard `model`'s parameters, block by block.
@@ -85,6 +87,8 @@ class Sharded:
             register_fsdp_forward_method(model, "generate")
 
     def _before(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.pending = self._quiet
         if torch.is_grad_enabled() and len(list(model.parameters())) != self.count:
             raise AutotpError(
                 f"the model had {self.count} parameters when it was parallelized with zero={self.zero}, and "
@@ -120,10 +124,12 @@ class Sharded:
             return
         root: Any = self.modules[0]
         root.set_requires_gradient_sync(False)
+        self._quiet = True
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
+            self._quiet = False
 
 
 def _no_views(module: nn.Module, args: Any, result: Any) -> Any:

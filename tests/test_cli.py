@@ -306,6 +306,9 @@ def build():
 
 def wrong():
     return 3
+
+def breaks():
+    return nn.Linear(3, "four")
 """
 
 
@@ -326,7 +329,9 @@ def test_a_function_builds_the_model(functions):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("cli_test_models:missing", "has no function 'missing'. It has: build, wrong"),
+        ("cli_test_models:missing", "has no function 'missing'. It has: build, wrong, breaks"),
+        ("cli_test_models:breaks", "breaks() raised TypeError"),
+        ("cli_test_models:breaks", "cli_test_models.py:12 in breaks"),
         ("cli_test_models:wrong", "gave a int"),
         ("no_such_package.models:build", "importing 'no_such_package.models' failed"),
     ],

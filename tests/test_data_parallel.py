@@ -17,7 +17,7 @@ from whole import EXACT, FLOAT32, assert_close, assert_same_grads, full_grads, l
 
 import autotp
 from autotp.comm import Comm, simulate
-from autotp.errors import PlanError, RankError
+from autotp.errors import PlanError, RankError, TrainError
 from autotp.mesh import Mesh
 from autotp.resume import load_training, save_training
 from autotp.verify import relative_error
@@ -57,12 +57,14 @@ def on_mesh(tp: int, dp: int, name: str, use: Callable[..., Any], **options: Any
 
 
 def three_steps(model: nn.Module, inputs: dict[str, Any], part: int, parts: int) -> tuple[Any, Any, Any]:
-    """Three clipped AdamW steps: the norms, the gradients of the last, the weights."""
+    """Three clipped AdamW steps: the norms, also by hand, the gradients of the last, the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     norms = []
     for step in range(3):
         optimizer.zero_grad()
         loss_on(model, batch_of(inputs, step), part, parts).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms += [sum(float((g * g).sum()) for g in grads), max(float(g.abs().max()) for g in grads)]
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
         optimizer.step()
     return norms, full_grads(model), autotp.full_state_dict(model)
@@ -255,6 +257,9 @@ def _zero(rank: int, folder: str, zero: int, name: str) -> None:
     model.zero_grad()
     with autotp.no_sync(model):
         loss_on(model, batch_of(inputs, 0), part, parts).backward()
+    if zero == 1:  # under 2 and 3 they are summed at once
+        with pytest.raises(TrainError, match="gradients from autotp.no_sync"):
+            autotp.train_step(model, batch_of(inputs, 1), 1)
     loss_on(model, batch_of(inputs, 1), part, parts).backward()
     got = full_grads(model)
     for seed in range(2):

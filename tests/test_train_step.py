@@ -10,17 +10,14 @@ import torch.nn.functional as F
 from distributed import run
 from models import MODELS
 from torch import nn
-from whole import FLOAT32, assert_same_grads
+from whole import FLOAT32, assert_same_grads, full_grads
 
 import autotp
 from autotp.comm import simulate
 from autotp.errors import RankError, TrainError
-from autotp.gradients import plain
 from autotp.losses import Watch, Weights, combined
 from autotp.mesh import Mesh
 from autotp.microbatches import split_batch
-from autotp.pipeline.absent import is_missing
-from autotp.state import gather
 from autotp.train import train_step
 
 # Losses of transformers are float32 in float64 models too.
@@ -63,22 +60,6 @@ def staged(name: str, tp: int, pp: int, dp: int, count: int) -> tuple[nn.Module,
     return model, inputs
 
 
-def own_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of this rank's stages, whole over tp."""
-    state: Any = model.autotp
-    found = {}
-    for name, param in model.named_parameters():
-        if is_missing(param) or param.grad is None:
-            continue
-        grad, held = plain(param.grad), state.held.get(name)
-        if held is not None and held.layout is not None:
-            grad = gather(grad, held.layout, state.comm)
-        elif held is not None and held.once:
-            grad = state.comm.broadcast(grad, 0)
-        found[name] = grad.clone()
-    return found
-
-
 # tp, pp and dp; model, schedule, micro-batches, stages, steps
 Job = tuple[tuple[int, int, int], str, str, int, int, int]
 
@@ -91,7 +72,7 @@ def _staged(rank: int, jobs: list[Job]) -> list[Any]:
         for _ in range(times):
             loss = train_step(model, batch, count, schedule).item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-        results.append((loss, own_grads(model), norm))
+        results.append((loss, full_grads(model), norm))
     return results
 
 
@@ -136,7 +117,7 @@ def _one_fails(rank: int) -> str:
     with pytest.raises(TrainError, match="1f1b over 2 stages needs 2 micro-batches"):
         train_step(model, batch, 1)
     train_step(model, batch, 4)
-    before = own_grads(model)
+    before = full_grads(model)
     forward = block.forward
 
     def failing(*args: Any) -> Any:
@@ -148,7 +129,7 @@ def _one_fails(rank: int) -> str:
     block.forward = failing if rank == 1 else forward
     with pytest.raises(RankError) as error:
         train_step(model, batch, 4)
-    assert_same_grads(own_grads(model), before, 0.0)  # as they were
+    assert_same_grads(full_grads(model), before, 0.0)  # as they were
     with pytest.raises(RankError, match="start the processes anew"):
         train_step(model, batch, 4)
     return str(error.value)
@@ -168,7 +149,7 @@ def test_one_stage_accumulates(tp: int, dp: int, count: int) -> None:
         for _ in range(2):
             loss = train_step(model, batch, count)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-        return loss.item(), own_grads(model), norm
+        return loss.item(), full_grads(model), norm
 
     loss, grads, norm = whole_step("llama_gqa", 2)
     for got_loss, got, got_norm in simulate(tp * dp, one):

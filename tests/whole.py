@@ -11,6 +11,7 @@ from torch import nn
 import autotp
 from autotp.comm import Comm, simulate
 from autotp.gradients import plain
+from autotp.pipeline.absent import is_missing
 from autotp.state import gather, whole_of_copies
 from autotp.verify import relative_error
 
@@ -52,7 +53,7 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     state = getattr(model, "autotp", None)
     found = {}
     for name, param in model.named_parameters():
-        if param.grad is None:
+        if is_missing(param) or param.grad is None:  # of another stage
             continue
         grad, held = whole_of_copies(plain(param.grad)), state.held.get(name) if state else None
         if held is not None and held.layout is not None:
