@@ -191,20 +191,6 @@ class Plan:
         """The same on every rank that made the same plan: compared before anything is rewritten."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def essence(self) -> tuple[Any, ...]:
-        """The decisions themselves, without their reasons and without places inside of forwards."""
-        return (
-            {n: (p.layout, p.gradient, p.once) for n, p in self.params.items()},
-            {layer.module: (layer.kind, dict(layer.options)) for layer in self.layers},
-            {(i.module, i.name): i.local for i in self.ints},
-            {
-                (c.kind, c.enter, w.kind, w.module, w.path)
-                for c in self.collectives
-                for w in c.where
-                if not w.site
-            },
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, for JSON and YAML."""
         return {

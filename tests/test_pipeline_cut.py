@@ -485,7 +485,7 @@ def test_stages_are_in_the_plan_its_digest_and_its_policy(build: Callable[..., B
     one = autotp.plan(model, 2)
     two = autotp.plan(model, 2, pp=2)
     assert one.stages is None and two.stages is not None and two.stages.count == 2
-    assert one.digest != two.digest and one.essence() == two.essence()
+    assert one.digest != two.digest and (one.params, one.layers) == (two.params, two.layers)
     by_hand = autotp.plan(model, 2, pp=2, stages=["model.layers.3"])
     assert by_hand.stages is not None and by_hand.stages.starts == ("model.layers.3",)
     again = autotp.plan(model, 2, yaml.safe_load(by_hand.to_yaml()), pp=2)
