@@ -19,7 +19,7 @@ from torch import fx, nn
 from .capture import CapturedGraph, quietly, record
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
-from .errors import AutotpError, PlanError
+from .errors import AutotpError, CaptureError, PlanError
 from .graph import describe, walk
 from .ints import plain
 from .realise import Where
@@ -42,7 +42,20 @@ def hollow(model: nn.Module) -> nn.Module:
             memo[id(tensor)] = (
                 nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             )
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        kept = [n for n, m in model.named_modules() if any(_is_made(v) for v in vars(m).values())]
+        hint = " keeps a tensor that was computed (the old torch.nn.utils.weight_norm does; use that of "
+        where = f" {kept[0]}{hint}torch.nn.utils.parametrizations)." if kept else ""
+        raise CaptureError(
+            f"{type(model).__name__} can't be copied, which planning needs ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}).{where}"
+        ) from error
+
+
+def _is_made(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 @dataclass

@@ -170,6 +170,14 @@ def test_strict_names_what_stays_whole() -> None:
         on_two(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_model_that_cannot_be_copied_names_the_module() -> None:
+    model = Mlp()
+    model.up = nn.utils.weight_norm(model.up)
+    with pytest.raises(CaptureError, match="Mlp can't be copied.* up keeps a tensor that was computed"):
+        autotp.plan(model, 2, example_inputs={"x": X})
+
+
 def test_a_quantised_weight_is_refused() -> None:
     model = Mlp()
     model.up.weight = nn.Parameter(torch.ones(16, 8, dtype=torch.int8), requires_grad=False)
