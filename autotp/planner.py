@@ -21,7 +21,7 @@ from torch import fx, nn
 from .advice import advice
 from .alone import split_alone_in
 from .axes import Axis, leaves
-from .capture import CapturedGraph, record
+from .capture import CapturedGraph, collected_later, record
 from .choose import Choice, choose
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .experts import Experts, exchanges, find_experts, set_apart
@@ -220,6 +220,7 @@ def plan(
     return plan_and_analysis(model, tp, policy, pp=pp, stages=stages, **options)[0]
 
 
+@collected_later()
 def plan_and_analysis(
     model: nn.Module,
     tp: int,

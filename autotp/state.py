@@ -34,6 +34,9 @@ class Held:
     how: str = "own"
     once: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self                              # a value: the copy of a model may hold the same
+
 
 @dataclass
 class ShardState:
