@@ -104,7 +104,10 @@ def _candidates(
             and not any(n in parts or n in placement.inside for n in nodes)
             and all(o.node not in parts or (n, o.path) in gathered for n in nodes for o in index.operands[n])
         )
-        if free and weight is not None and found.policy.veto(*_as_flow(index, path, weight.name)) is None:
+        if not free or weight is None or found.policy.veto(*_as_flow(index, path, weight.name)) is not None:
+            continue
+        out = _out_dim(index, path)
+        if hooked.packed.unfit(weight.name, {out: split_evenly(weight.shape[out], tp)}) is None:
             yield path, weight.name
 
 

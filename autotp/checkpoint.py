@@ -26,11 +26,13 @@ SHOWN = 12  # names an error lists of each kind
 
 @dataclass
 class Checkpoint:
-    """`tensors`: by the names of the files. `counter`: the bytes that reading them has taken so far."""
+    """`tensors`: by the names of the files. `counter`: the bytes that reading them has taken so far.
+    `metadata`: what safetensors files say beside them."""
 
     path: Path
     tensors: dict[str, LazyTensor]
     counter: ReadCounter = field(default_factory=ReadCounter)
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Check
         if not (path / file).is_file():
             wrong.append(f"{file}: missing ({len(expected or ())} tensors)")
             continue
-        tensors, _, faults = read_header(path / file, found.counter)
+        tensors, metadata, faults = read_header(path / file, found.counter)
         wrong += faults
+        found.metadata |= metadata
         if not faults:
             wrong += [
                 f"{file}: the index says it holds {name}, it does not"

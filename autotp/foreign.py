@@ -1,4 +1,4 @@
-"""What a graph does not show: users' hooks, and code that runs only in the backward.
+"""What a graph does not show: users' hooks, quantised weights, and code that runs only in the backward.
 
 A hook on a module, a parameter or a tensor sees what is there at run time: on a sharded value, a part. One
 that takes a norm of it would be wrong and say nothing. So an axis is not sharded where a hook that was there
@@ -22,6 +22,7 @@ from .graph import GraphIndex, describe, walk
 from .layouts import split, take_dim
 from .local import dim_layout
 from .place import Placement
+from .quantised import Packed
 from .realise import Realised
 
 Doubt = tuple[str, frozenset[Axis]]
@@ -39,12 +40,14 @@ class Hooked:
 
     modules: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
+    packed: Packed = field(default_factory=Packed)  # the quantised weights
 
 
 def hooks_of(model: nn.Module) -> Hooked:
-    """The hooks on `model` that are the user's: not torch's, autotp's, or those of the model's package."""
+    """The hooks on `model` that are the user's: not torch's, autotp's, or those of the model's package; and
+    its quantised weights. PlanError where these have a form that can't be cut."""
     packages = {_package(type(m)) for m in model.modules()} - {"torch", "__main__"} | {"torch", "autotp"}
-    found = Hooked()
+    found = Hooked(packed=Packed.of(model))
     for path, module in model.named_modules():
         for table, kind in _TABLES.items():
             own = {"torch", "autotp"} if "backward" in kind else packages
@@ -89,6 +92,31 @@ def doubts(
             axes = through(node) or _next(choice, node)
             yield f"{describe(node)}: a hook on its gradient would see a part of it", axes
     yield from _unproven_functions(index, choice)
+    yield from _uncut(index, choice, hooked.packed)
+
+
+def _uncut(index: GraphIndex, choice: Choice, packed: Packed) -> Iterator[Doubt]:
+    """Quantised weights whose parts, as the choice cuts them, would not make the whole's product."""
+    for axis, flow in choice.flows.items():
+        ranks = range(len(choice.splits[axis].ranges))
+        for name in sorted(flow.params & packed.weights.keys()):
+            laid = {
+                d: tuple(dim_layout(dim, rank, choice.splits) for rank in ranks)
+                for d, dim in enumerate(index.axes.params[name])
+                if axis in leaves(dim)
+            }
+            why = _used_otherwise(index, name) or packed.unfit(name, laid)
+            if why is not None:
+                yield why, frozenset((axis,))
+
+
+def _used_otherwise(index: GraphIndex, name: str) -> str | None:
+    for node in index.nodes:
+        own = name in index.module_params.get(node, {}).values()
+        linear = own and isinstance(index.captured.skeleton.get_submodule(str(node.target)), nn.Linear)
+        if node.target == name or (own and not linear):
+            return f"{name} is quantised, and used otherwise than as the weight of an nn.Linear"
+    return None
 
 
 def _next(choice: Choice, node: fx.Node) -> frozenset[Axis]:

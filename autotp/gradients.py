@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from .comm import Comm
 from .errors import ShardStateError
 from .layouts import ParamLayout, put, take
+from .quantised import is_packed
 from .spread_sums import ANSWERS, NEEDS_WHOLE, RESHAPES, name_of, over_all, refuse
 
 
@@ -97,7 +98,7 @@ def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once:
     how: `own` or `whole` (the gradient is right as it is), `summed`, `slots`; see `CorrectGrad`. mark: False
     where its gradient is not the one that users see.
     """
-    if not (param.is_floating_point() or param.is_complex()):
+    if is_packed(param) or not (param.is_floating_point() or param.is_complex()):
         return
     frozen = not param.requires_grad
     if frozen:

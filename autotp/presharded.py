@@ -26,7 +26,8 @@ from .errors import CheckpointError
 from .lazy import LazyTensor, lazy, read_in_blocks
 from .plan import Plan
 from .planner import plan as make_plan
-from .pretrained import build_unloaded, recipes, tie, untied
+from .pretrained import build_unloaded, put_packed, recipes, tie, untied
+from .quantised import refuse_packed
 from .tensorfiles import FileWriter, Region, read_header, whole_region
 
 MANIFEST = "autotp-shards.json"
@@ -152,6 +153,8 @@ def write_shards(
     floating = next((t.dtype for t in checkpoint.tensors.values() if t.is_floating_point()), None)
     model = build_unloaded(root, dtype, floating)
     found = recipes(model, checkpoint, allow_missing=False, allow_unexpected=False)
+    put_packed(model, found)
+    refuse_packed(model, "autotp shard", "autotp.load reads only a rank's slices of the checkpoint itself.")
     apart = untied(model, found)
     tie(model, found, apart)
     plan = make_plan(model, tp, policy, example_inputs=example_inputs)

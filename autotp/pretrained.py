@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, same_values, shortened
 from .errors import CheckpointError, ModelSourceError
 from .lazy import LazyTensor, base, sources
 from .model_source import _class_of, quiet
+from .quantised import is_packed
 from .recapture import hollow
 
 # transformers patches torch and its own classes while it builds and initialises; simulated ranks share them.
@@ -63,7 +64,7 @@ def build_unloaded(
         except Exception as error:  # transformers raises what it likes on a config
             raise ModelSourceError(f"{path}: transformers can't read its config: {error}") from error
         quantisation = getattr(config, "quantization_config", None)
-        if quantisation is not None:
+        if quantisation is not None and _method(quantisation) != "torchao":
             raise CheckpointError(_quantised(path, quantisation))
         cls: Any = _class_of(transformers, config, path / "config.json")
         wanted = dtype or getattr(config, "dtype", None) or floating or torch.float32
@@ -96,14 +97,36 @@ def _keep_precise(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
                 tensor.data = tensor.data.to(plan[group_of[match.lastgroup]])
 
 
-def _quantised(path: Path, how: Any) -> str:
+def _method(how: Any) -> str:
+    """How weights are quantised, as a config says it."""
     told = how if isinstance(how, Mapping) else vars(how)
     method = told.get("quant_method", "a method it does not name")
+    return str(getattr(method, "value", method))
+
+
+def _quantised(path: Path, how: Any) -> str:
     return (
-        f"{path} is quantised ({getattr(method, 'value', method)}): its weights are packed with scales, "
-        "and autotp can't prove how to cut those. Load the unquantised checkpoint, or dequantise it first "
-        "(from_pretrained, model.dequantize(), save_pretrained)."
+        f"{path} is quantised ({_method(how)}): its weights are packed with scales, "
+        "and autotp can't prove how to cut those. Load the unquantised checkpoint, or one quantised by "
+        "torchao, or dequantise it first (from_pretrained, model.dequantize(), save_pretrained)."
     )
+
+
+def _quantizer(model: Any, checkpoint: Checkpoint) -> Any:
+    """transformers' own reader of a quantised checkpoint; None for one that is not."""
+    how = getattr(model.config, "quantization_config", None)
+    if how is None:
+        return None
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        quantizer = AutoHfQuantizer.from_config(how, pre_quantized=True)
+        quantizer.validate_environment()
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path} is quantised ({_method(how)}): {error}") from error
+    quantizer.metadata = checkpoint.metadata
+    quantizer._process_model_before_weight_loading(model)
+    return quantizer
 
 
 def recipes(
@@ -140,7 +163,17 @@ def recipes(
             + "\n".join(f"  {line}" for line in told)
             + "\nallow_missing=True initialises what is missing, allow_unexpected=True leaves out the rest."
         )
-    return {name: t if t.dtype == dtypes[name] else t.to(dtypes[name]) for name, t in found.items()}
+    kept = {name for name, t in found.items() if t.dtype == dtypes[name] or is_packed(t)}
+    return {name: t if name in kept else t.to(dtypes[name]) for name, t in found.items()}
+
+
+def put_packed(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Put the quantised weights of `found`, still to be read, in the place of the model's: they are planned
+    and cut as they are."""
+    for name, tensor in found.items():
+        if is_packed(tensor):
+            path, _, own = name.rpartition(".")
+            model.get_submodule(path)._parameters[own] = nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 def _packed(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
@@ -162,13 +195,19 @@ def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], s
         from transformers.modeling_utils import LoadStateDictConfig
 
         twin: Any = hollow(model)
-        mapping = get_model_conversion_mapping(twin)
+        quantizer = _quantizer(twin, checkpoint)
+        mapping = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
         dtype = model.config.dtype
         how = LoadStateDictConfig(
-            dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
+            dtype=dtype,
+            dtype_plan=model._get_dtype_plan(dtype),
+            weight_mapping=mapping,
+            hf_quantizer=quantizer,
         )
         info, _ = convert_and_load_state_dict_in_model(twin, dict(checkpoint.tensors), how)
         model._weight_conversions = twin._weight_conversions  # saving goes the same way back
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
         shapes = [_other_shape(*entry) for entry in info.mismatched_keys]
         errors = [
             f"conversion: {name}: {text.strip().splitlines()[-1]}"
@@ -178,7 +217,7 @@ def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], s
         found = {
             name: tensor
             for name, tensor in twin.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor) and hasattr(tensor, "source")
+            if isinstance(tensor, Tensor) and (hasattr(tensor, "source") or is_packed(tensor))
         }
         missing = set(info.missing_keys) - set(info.conversion_errors)
         return found, missing, set(info.unexpected_keys), shapes + errors

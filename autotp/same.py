@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .comm import Comm
 from .errors import RankError
+from .lazy import LazyTensor
 from .nested import tensors_in
+from .quantised import components, is_packed
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:
@@ -21,9 +23,13 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
     seeds), and say so."""
     if comm.size == 1:
         return
-    tensors = {
-        n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "meta" and not is_packed(tensor):
+            tensors[name] = tensor
+        elif is_packed(tensor):  # one that is still to be read is the same file's on every rank
+            inner = {f"{name}.{part}": t for part, t in components(tensor).items()}
+            tensors |= {part: t for part, t in inner.items() if not isinstance(t, LazyTensor)}
     told = comm.exchange({name: fingerprint(t) for name, t in tensors.items()})
     differing = [name for name in tensors if len({prints.get(name) for prints in told}) > 1]
     for name in differing:

@@ -28,9 +28,13 @@ from .lazy import LazyTensor, lazy, read_in_blocks
 from .pipeline.absent import Absent
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
+from .quantised import refuse_packed
 from .state import Held, whole_of_copies
 from .tensorfiles import FileWriter, Region, in_file_order, whole_region
 
+UNCHANGED = (
+    "They do not change: keep the checkpoint they came from; autotp.full_state_dict gives the whole tensors."
+)
 PATIENCE = 60.0  # seconds a rank waits for the others to call save too
 
 
@@ -51,7 +55,9 @@ def save(
     model.safetensors.
 
     Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
-    Raises CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
+    Raises CheckpointError where a tensor can't be stored (a quantised one, say), and RankError where rank 0
+    could not write."""
+    refuse_packed(model, "autotp.save", UNCHANGED)
     comm, held = split_of(model)
     world = everyone(model)
     meet(world, "autotp.save", patience)
@@ -116,6 +122,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         taken = {
             k: kwargs.pop(k) for k in ("max_shard_size", "variant", "save_original_format") if k in kwargs
         }
+        refuse_packed(self, "save_pretrained of a model split over ranks", UNCHANGED)
         if state_dict is not None:  # whole tensors, from `full_state_dict`
             _refuse_parts(self, state_dict)
             return original(self, save_directory, is_main_process, state_dict, **taken, **kwargs)

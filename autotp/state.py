@@ -18,6 +18,7 @@ from .gradients import is_watched, plain, watch
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
 from .pipeline.absent import Absent
+from .quantised import gather_packed, is_packed, outline, take_packed
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """How one parameter or buffer lies over the ranks and what its gradient needs (`gradients.watch`)."""
+    """How one parameter or buffer lies over the ranks and what its gradient needs (`gradients.watch`).
+
+    whole: of a quantised weight, the outline before it was cut.
+    """
     layout: ParamLayout | None
     how: str = "own"
     once: bool = False
+    whole: Tensor | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Held:
         return self                              # a value: the copy of a model may hold the same
@@ -59,12 +64,14 @@ class ShardState:
         """From a plan, before the model is changed. ShardStateError where the plan is not of this model."""
         held = {}
         for name, p in plan.params.items():
-            shape = tuple(model.get_parameter(name).shape)
+            param = model.get_parameter(name)
+            shape = tuple(param.shape)
             if shape != tuple(p.shape):
                 raise ShardStateError(f"the plan knows {name} as {tuple(p.shape)}, this model's is {shape}; "
                                       "plan the model that is to be parallelized.")
             if p.layout is not None or p.once or p.gradient in ("summed", "slots"):
-                held[name] = Held(p.layout, p.gradient, p.once)
+                packed = p.layout is not None and is_packed(param)
+                held[name] = Held(p.layout, p.gradient, p.once, outline(param) if packed else None)
         return cls(comm, held, plan)
 
     def finish(self, model: nn.Module) -> None:
@@ -120,7 +127,7 @@ class _SliceLoaded:
                 continue
             layout, rank = held.layout, self.comm.rank
             if layout is not None and tuple(tensor.shape) == tuple(layout.shape):
-                part = take(tensor, layout, rank)
+                part = take_packed(tensor, layout, rank) if is_packed(tensor) else take(tensor, layout, rank)
                 # Assigned tensors stay: they must not keep the whole one's memory.
                 state_dict[prefix + own] = part.clone() if metadata.get("assign_to_params_buffers") else part
             elif layout is not None and tuple(tensor.shape) != layout.local_shape(rank):
@@ -255,6 +262,8 @@ def _held_by(module: nn.Module) -> Iterator[tuple[Comm, Mapping[str, Held]]]:
 
 
 def _whole(tensor: Tensor, comm: Comm, held: Held) -> Tensor:
+    if held.layout is not None and held.whole is not None:
+        return gather_packed(tensor, held.whole, held.layout, lambda part, laid: gather(part, laid, comm))
     if held.layout is not None:
         return gather(tensor, held.layout, comm)
     return comm.broadcast(tensor.detach(), 0) if held.once else tensor.detach()

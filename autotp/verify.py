@@ -20,6 +20,7 @@ from .graph import walk
 from .plan import Plan
 from .planner import given_inputs
 from .planner import plan as make_plan
+from .quantised import components, is_packed
 from .rewrite import rewrite
 from .rules import OwnRules
 from .state import full_state_dict
@@ -110,11 +111,20 @@ def verify(
     return report
 
 
+def _copied(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of its tensors; of quantised ones, of what they are made of."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        inner = components(tensor) if is_packed(tensor) else {"": tensor}
+        found |= {f"{name}.{part}".rstrip("."): t.detach().clone() for part, t in inner.items()}
+    return found
+
+
 def _run(model: nn.Module, inputs: dict[str, Any], steps: int, new_tokens: int) -> dict[str, Any]:
     """Everything that is compared, from one model: whole or one rank's."""
     was = model.training
     model.eval()
-    found: dict[str, Any] = {"state": {k: v.detach().clone() for k, v in full_state_dict(model).items()}}
+    found: dict[str, Any] = {"state": _copied(full_state_dict(model))}
     with torch.no_grad():
         found["output"] = [t.detach().clone() for t in tensors(model(**inputs))]
     ids = inputs.get("input_ids")
@@ -139,7 +149,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], steps: int, new_tokens: int) 
             norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
             optimizer.step()
         found["norm"] = torch.tensor(norms, dtype=torch.float64)
-        found["step"] = {k: v.detach().clone() for k, v in full_state_dict(model).items()}
+        found["step"] = _copied(full_state_dict(model))
     model.train(was)
     return found
 

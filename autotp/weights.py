@@ -16,12 +16,21 @@ from .api import mesh_over, parallelize
 from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree
 from .errors import AutotpError, CheckpointError
-from .lazy import fill
+from .lazy import fill, read
 from .mesh import Mesh
 from .pipeline.absent import Absent
 from .plan import Plan
 from .presharded import find_shards
-from .pretrained import adopt_generation_config, build_unloaded, initialise_rest, recipes, tie, untied
+from .pretrained import (
+    adopt_generation_config,
+    build_unloaded,
+    initialise_rest,
+    put_packed,
+    recipes,
+    tie,
+    untied,
+)
+from .quantised import components, is_packed, put_in, rebuilt
 from .tensorfiles import Region, whole_region
 
 
@@ -74,6 +83,7 @@ def load(
         found = recipes(model, checkpoint, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
     with together(mesh.world):
         apart = shards.apart if shards is not None else untied(model, found) if ranks.rank == 0 else []
+    put_packed(model, found)
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
     parallelize(
@@ -167,7 +177,9 @@ def fill_shards(
         raise CheckpointError(
             f"nothing was found to fill {', '.join(sorted(lost)[:8])}: this is a fault of autotp."
         )
+    packed = {id(p): p for p in model.parameters() if is_packed(p) and not isinstance(p, Absent)}
     total = sum(t.numel() * t.element_size() for t in tensors.values())
+    total += sum(c.numel() * c.element_size() for p in packed.values() for c in components(p).values())
     real: dict[int, Tensor] = {}
     for key, tensor in tensors.items():
         how = next((held[n] for n in names[key] if n in held), None)
@@ -179,6 +191,10 @@ def fill_shards(
             fill(values, source, _kept(source, how.layout if how is not None and not cut else None, rank))
         real[key] = _like(tensor, values)
         told(values.numel() * values.element_size(), total)
+    for param in packed.values():
+        for part in components(param).values():
+            told(part.numel() * part.element_size(), total)
+        put_in(param, rebuilt(param.detach(), lambda part: read(part).to(device)))
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for name, old in own.items():

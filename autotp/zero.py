@@ -23,6 +23,7 @@ from .errors import AutotpError, PlanError
 from .gradients import MarkGrad, Spread, watch
 from .mesh import Mesh
 from .nested import map_tensors
+from .quantised import is_packed
 from .state import Held, ShardState, part_of_copies
 
 
@@ -55,6 +56,9 @@ class Sharded:
             if param.dim() == 0:
                 raise PlanError(f"zero={self.zero}: {name} has no dims, which FSDP2 can't cut; give it one, "
                                 "or use zero=0.")
+            if is_packed(param):
+                raise PlanError(f"zero={self.zero}: {name} is quantised (a {type(param).__name__}), which "
+                                "FSDP2 can't cut; use zero=0.")
             if param.is_meta:
                 raise PlanError(f"zero={self.zero}: {name} is on the meta device; give the model its values "
                                 "first.")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.comm import Comm, simulate
-from autotp.errors import AutotpError, CaptureError, LaunchError, LayerError, PlanError
+from autotp.errors import AutotpError, CaptureError, LaunchError, PlanError
 
 X = torch.ones(2, 8)
 
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_copied_names_the_module() -> None:
 def test_a_quantised_weight_is_refused() -> None:
     model = Mlp()
     model.up.weight = nn.Parameter(torch.ones(16, 8, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(LayerError, match="int8.*before quantising"):
+    with pytest.raises(PlanError, match=r"up\.weight is quantised \(torch\.int8 \[16, 8\], in a Linear"):
         on_two(model)
 
 

@@ -13,6 +13,7 @@ from .. import collectives
 from ..comm import Comm
 from ..errors import LayerError
 from ..layouts import Layout, ParamLayout, check, local_size, take, whole_size
+from ..quantised import is_packed, put_in, take_packed
 
 Layouts = dict[str, ParamLayout]
 REDUCE: dict[str | None, Callable[[Tensor, Comm], Tensor]] = {
@@ -79,6 +80,9 @@ def shard_parameter(param: Tensor, layout: ParamLayout, rank: int) -> None:
     if shape != layout.shape:
         raise LayerError(f"a parameter of shape {shape} is neither whole {layout.shape} nor this rank's "
                          f"{layout.local_shape(rank)}; it was split another way under another name.")
+    if is_packed(param):
+        put_in(param, take_packed(param, layout, rank))
+        return
     # A clone even of a view: the whole tensor's memory must go.
     grad, param.grad = param.grad, None
     param.data = take(param.data, layout, rank).clone(memory_format=torch.contiguous_format)
