@@ -26,6 +26,7 @@ from .comm import ProcessComm
 from .entries import Entry, Reader, Writer
 from .errors import CheckpointError, PlanError, RankError
 from .optimizer_state import check_groups, merged, model_entries, optimizer_entries, prepare, settings_of
+from .quantised import refuse_packed
 from .save import everyone, meet
 
 T = TypeVar("T")
@@ -149,6 +150,7 @@ def _told(model: nn.Module, make: Callable[[], T]) -> list[T]:
 
 
 def _over_processes(model: nn.Module) -> None:
+    refuse_packed(model, "training checkpoints", "Keep what is trained (adapters) by its own state_dict.")
     comm = everyone(model)
     if comm.size > 1 and not isinstance(comm, ProcessComm):
         what = "training checkpoints are written by processes of torch.distributed, not by simulated ranks."

@@ -143,6 +143,8 @@ def test_load(ao: Any, name: str, tmp_path: Path) -> None:
         model: Any = autotp.load(tmp_path / "q", comm=comm, progress=False)
         with pytest.raises(CheckpointError, match="autotp.save can't handle quantised weights"):
             autotp.save(model, tmp_path / "out")
+        with pytest.raises(CheckpointError, match="training checkpoints can't handle quantised"):
+            autotp.save_training(tmp_path / "out", model)
         with torch.no_grad():
             return model(**inputs).logits, model, autotp.full_state_dict(model)
 
