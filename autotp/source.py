@@ -149,7 +149,9 @@ class Definition:
         again = _compile([*self.imports, marked], self.code)[self.index + inner]
         mine, theirs = _steps(code), _steps(again)
         step = next((i for i, instruction in enumerate(mine) if instruction.offset == lasti), None)
-        if step is None or [(i.opcode, i.arg) for i in mine] != [(i.opcode, i.arg) for i in theirs]:
+        if step is None:  # a jump, which asks whether a value is true
+            return []
+        if [(i.opcode, i.arg) for i in mine] != [(i.opcode, i.arg) for i in theirs]:
             raise PatchError("the expression is not determined by its line; Python 3.11 or later knows it")
         offset = theirs[step].offset
         lines = [line for start, end, line in again.co_lines() if start <= offset < end]
