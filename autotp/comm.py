@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.constants import default_pg_timeout
 
-from .errors import RankError
+from .errors import RankError, ShardStateError
 from .mailbox import Mailbox
 
 T = TypeVar("T")
@@ -58,6 +58,13 @@ class Comm(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         """Itself: copies of a model go on talking to the same peers."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardStateError(
+            "a parallelized model can't be pickled: it is one rank's part, tied to its process. Save with "
+            "autotp.save(model, path), or call autotp.full_state_dict(model) on every rank and torch.save what "
+            "it gives on one."
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"

@@ -1,6 +1,7 @@
 """Bad input gives an error that says what happened, where, and what to do next; on every rank."""
 
 import copy
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -268,3 +269,11 @@ def test_another_way_through_the_code_than_the_captured_one() -> None:
 
     for logits in simulate(2, use):
         torch.testing.assert_close(logits, model(**inputs).logits.detach())
+
+
+def test_a_split_model_is_not_pickled() -> None:
+    def pickled(comm: Comm) -> None:
+        torch.save(autotp.parallelize(Mlp(), comm=comm, example_inputs=(X,)), io.BytesIO())
+
+    with pytest.raises(AutotpError, match=r"can't be pickled.*\n?.*autotp.save"):
+        simulate(2, pickled)

@@ -59,6 +59,33 @@ def test_with_and_without_a_mask(name: str, tp: int, attention: str) -> None:
                 assert_same_grads(grads, whole_grads, limit)
 
 
+# --- switches turned after the split -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "switch"),
+    [
+        ("llama_mqa", 4, lambda model: model.set_attn_implementation("eager")),  # repeats key heads itself
+        ("t5", 2, lambda model: model.set_attn_implementation("eager")),
+        ("mixtral", 2, lambda model: model.set_experts_implementation("eager")),
+        ("mixtral", 2, lambda model: model.train().gradient_checkpointing_enable()),
+    ],
+)
+def test_another_implementation_chosen_after_the_split(name: str, tp: int, switch: Any) -> None:
+    model, inputs = built(name)
+    switch(model)
+    want = forward_and_grads(model, inputs)
+    limit = FLOAT32 if name == "mixtral" else EXACT  # its router's softmax is in float32
+
+    def use(model: nn.Module, _: Any) -> Any:
+        switch(model)
+        return forward_and_grads(model, inputs)
+
+    for logits, grads in on_ranks(tp, lambda: built(name), use):
+        assert_close(logits, want[0], limit)
+        assert_same_grads(grads, want[1], limit)
+
+
 # --- generation -----------------------------------------------------------------------------------------
 
 
