@@ -62,8 +62,8 @@ class Comm(ABC):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardStateError(
             "a parallelized model can't be pickled: it is one rank's part, tied to its process. Save with "
-            "autotp.save(model, path), or call autotp.full_state_dict(model) on every rank and torch.save what "
-            "it gives on one."
+            "autotp.save(model, path), or call autotp.full_state_dict(model) on every rank and torch.save "
+            "what it gives on one."
         )
 
     def __repr__(self) -> str:

@@ -286,6 +286,8 @@ def _may_be(seen: str, role: str | None) -> bool:
     """May a module that the dataflow has as `seen` be given `role`?"""
     if role in (None, "replicate", "column", "row", "vocab", "expert", seen):
         return True
+    if seen == "head":  # so looks the last layer where a block is the whole model
+        return role == "mlp_out"
     # An attention without a softmax looks like an MLP: there, the sides must be right.
     return seen in ("mlp_in", "mlp_out") and ROLES[role] == ROLES[seen]
 

@@ -9,7 +9,9 @@ import torch
 import transformers
 import yaml
 from models import MODELS, TEXT
+from torch import nn
 
+import autotp
 from autotp.axes import factors
 from autotp.choose import choose
 from autotp.errors import PolicyError
@@ -512,3 +514,18 @@ def test_no_policy_asks_nothing():
     bound, plan = plan_under(None, "gpt2")
     assert bound.claims == () and bound.notes == ()
     assert plan.sharded_fraction == 1.0
+
+
+def test_a_block_that_is_the_whole_model_takes_the_roles_of_its_parts():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    plan = autotp.plan(Mlp(), 2, {"up": "mlp_in", "down": "mlp_out"}, example_inputs=(torch.ones(2, 8),))
+    assert [plan.params[f"{n}.weight"].placement for n in ("up", "down")] == ["Shard(0)", "Shard(1)"]
+    with pytest.raises(PolicyError, match="is head by its dataflow, not attn_out"):
+        autotp.plan(Mlp(), 2, {"down": "attn_out"}, example_inputs=(torch.ones(2, 8),))
