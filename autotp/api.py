@@ -84,9 +84,6 @@ def parallelize(
     mesh = mesh_over(comm, tp, pp, dp)  # type: ignore[arg-type]  # no "auto" is left
     ranks: Comm = mesh.tp if mesh.pp.size == 1 or mesh.tp.size == 1 else QuietComm(mesh.tp)
     count, cuts = _stage_count(mesh.pp.size, stages)
-    if zero and mesh.pp.size > 1:
-        raise PlanError(f"zero={zero} with pp={mesh.pp.size}: copies of stages can't share out what they "
-                        "hold yet; use zero=0.")
     if zero not in range(4) or (zero and mesh.dp.size == 1):
         raise PlanError(f"zero={zero} with dp={mesh.dp.size}: zero is 0, 1, 2 or 3, and shares out what "
                         "copies of the model hold; it needs dp of 2 or more.")

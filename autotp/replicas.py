@@ -8,7 +8,7 @@ what was in them before was averaged too (the same on all ranks), or gathered un
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +216,10 @@ class Replica:
         if self.averager is not None:
             self.averager.seen.update(id(p) for p in params)
             self.averager.finish()
+
+    def in_stages(self, once: bool) -> AbstractContextManager[None]:
+        """A step of a pipeline's schedule: gradients are averaged after it (`average`)."""
+        return self.paused()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -23,6 +23,8 @@ from .errors import AutotpError, PlanError
 from .gradients import MarkGrad, Spread, watch
 from .mesh import Mesh
 from .nested import map_tensors
+from .pipeline.absent import Absent, on_meta
+from .pipeline.run import UnitForward
 from .quantised import is_packed
 from .state import Held, ShardState, part_of_copies
 
@@ -52,6 +54,7 @@ class Sharded:
             "mesh": self.mesh.devices["dp"],
             "reshard_after_forward": self.zero == 3,
         }
+        elsewhere = {p for p in model.parameters() if isinstance(p, Absent)}
         for name, param in model.named_parameters():
             if param.dim() == 0:
                 raise PlanError(f"zero={self.zero}: {name} has no dims, which FSDP2 can't cut; give it one, "
@@ -59,12 +62,15 @@ class Sharded:
             if is_packed(param):
                 raise PlanError(f"zero={self.zero}: {name} is quantised (a {type(param).__name__}), which "
                                 "FSDP2 can't cut; use zero=0.")
-            if param.is_meta:
+            if param not in elsewhere and param.is_meta:
                 raise PlanError(f"zero={self.zero}: {name} is on the meta device; give the model its values "
                                 "first.")
-        for part in (*map(model.get_submodule, own_blocks(model, blocks)), model):
-            part.register_forward_hook(_no_views)
-            fully_shard(part, **options)
+        for block in map(model.get_submodule, own_blocks(model, blocks)):
+            if elsewhere.isdisjoint(block.parameters()):
+                _shard(block, **options)
+        if state.pipeline is not None:
+            options["reshard_after_forward"] = False
+        _shard(model, **options, ignored_params=elsewhere)
         model.register_forward_pre_hook(self._before)
         model.register_forward_hook(self._after)
         self.count = len(list(model.parameters()))
@@ -78,11 +84,11 @@ class Sharded:
         whole = {id(owner._parameters.get(own)): held for owner, own, held in state.owners}
         seen = {n: whole.get(id(p)) for n, p in model.named_parameters()}
         for name, param in model.named_parameters():
-            if (held := seen[name]) is not None:
+            if (held := seen[name]) is not None and param not in elsewhere:
                 watch(param, state.comm, held.layout, held.how, held.once, mark=False)
         self.reshard()
         for name, param in model.named_parameters():
-            if param.requires_grad:
+            if param.requires_grad and param not in elsewhere:
                 param.register_post_accumulate_grad_hook(MarkGrad(self._spread(param, seen[name])))
         for part in model.modules():
             if any(p is not None for p in part._parameters.values()):
@@ -134,6 +140,66 @@ class Sharded:
         finally:
             root.set_requires_gradient_sync(True)
             self._quiet = False
+
+    @contextmanager
+    def in_stages(self, once: bool) -> Iterator[None]:
+        """A step of a pipeline's schedule, in which forwards and backwards of micro-batches take turns.
+
+        Gradients are summed over the copies after each micro-batch's backward; with zero=1 once, at the end,
+        and so they are where `once` says that weights' gradients come after their backward. Parameters stay
+        whole from their first use to the end of the step; with zero=3 those of blocks do not.
+        """
+        root: Any = self.modules[0]
+        once = once or self.zero == 1
+        root.set_requires_gradient_sync(not once)
+        root.set_reshard_after_backward(self.zero == 3)
+        root.set_reshard_after_backward(False, recurse=False)
+        root.unshard()
+        try:
+            yield
+            if once:
+                root.set_requires_gradient_sync(True)
+                for module in self.modules:
+                    module.unshard()
+                # What ends a backward: all gradients there are get summed (as torch's own stages do it).
+                root._get_fsdp_state()._root_post_backward_final_callback()
+        finally:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            self.reshard()
+
+
+def _shard(module: nn.Module, **options: Any) -> None:
+    """fully_shard. FSDP2's hooks of a unit of a pipeline run where its own forward does."""
+    if not isinstance(module.forward, UnitForward):
+        module.register_forward_hook(_no_views)
+        fully_shard(module, **options)
+        return
+    unit, part = module.forward, module
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _no_views(part, args, own(*args, **kwargs))
+
+    def hollow(*args: Any, **kwargs: Any) -> Any:
+        """For shapes alone, where the values are not gathered."""
+        cut = [(m._parameters, name, p) for m in part.modules() for name, p in m._parameters.items()
+               if isinstance(p, DTensor)]  # fmt: skip
+        for params, name, param in cut:
+            params[name] = on_meta(param)  # type: ignore[arg-type, assignment]
+        try:
+            return own(*args, **kwargs)
+        finally:
+            for params, name, param in cut:
+                params[name] = param
+
+    own, unit.stub.forward = unit.forward, hollow
+    sharded: Any = fully_shard(module, **options)
+    sharded.run_unit = forward
+    register_fsdp_forward_method(sharded, "run_unit")
+    unit.forward = sharded.run_unit
+    state = sharded._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
 
 
 def _no_views(module: nn.Module, args: Any, result: Any) -> Any:

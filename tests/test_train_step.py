@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from autotp.losses import Watch, Weights, combined
 from autotp.mesh import Mesh
 from autotp.microbatches import split_batch
 from autotp.train import train_step
+from autotp.verify import relative_error
 
 # Losses of transformers are float32 in float64 models too.
 ROWS = 8
@@ -43,68 +46,101 @@ def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
     return {n: v.chunk(parts)[part] if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
 
 
-def whole_step(name: str, times: int = 1) -> tuple[float, dict[str, torch.Tensor], float]:
-    """One process: the loss, the gradients after `times` backwards, their norm."""
+Result = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]
+
+
+def three_steps(model: nn.Module, step: Callable[[], Any], times: int) -> Result:
+    """Clipped AdamW steps: loss, gradients and norm of the first, of which `times` add up; the norms of all;
+    the parameters."""
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3), []
+    for i in range(3):
+        optimizer.zero_grad()
+        for _ in range(times if i == 0 else 1):
+            loss = step().item()
+        if i == 0:
+            first = loss, full_grads(model)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+    return *first, norms, autotp.full_state_dict(model)
+
+
+def whole_steps(name: str, times: int = 1) -> Result:
+    """Of one process."""
     model, inputs = MODELS[name]()
-    for _ in range(times):
-        loss = model(**padded_batch(inputs)).loss
+    batch = padded_batch(inputs)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
         loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), grads, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        return loss
+
+    return three_steps(model, step, times)
 
 
-def staged(name: str, tp: int, pp: int, dp: int, count: int) -> tuple[nn.Module, dict[str, Any]]:
+def staged(
+    name: str, tp: int, pp: int, dp: int, count: int, zero: int = 0
+) -> tuple[nn.Module, dict[str, Any]]:
     """The model in `count` stages over the ranks of this process group."""
     model, inputs = MODELS[name]()
-    autotp.parallelize(model, tp, pp, dp, stages=count, example_inputs=inputs)
+    autotp.parallelize(model, tp, pp, dp, stages=count, zero=zero, example_inputs=inputs)
     return model, inputs
 
 
-# tp, pp and dp; model, schedule, micro-batches, stages, steps
-Job = tuple[tuple[int, int, int], str, str, int, int, int]
+# tp, pp, dp and zero; model, schedule, micro-batches, stages, steps whose gradients add up
+Job = tuple[tuple[int, int, int, int], str, str, int, int, int]
 
 
-def _staged(rank: int, jobs: list[Job]) -> list[Any]:
+def _staged(rank: int, jobs: list[Job]) -> list[Result]:
     results = []
-    for mesh, name, schedule, count, stages, times in jobs:
-        model, inputs = staged(name, *mesh, stages)
+    for (*mesh, zero), name, schedule, count, stages, times in jobs:
+        model, inputs = staged(name, *mesh, stages, zero)
         batch = part_of(padded_batch(inputs), *autotp.data_rank(model))
-        for _ in range(times):
-            loss = train_step(model, batch, count, schedule).item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-        results.append((loss, full_grads(model), norm))
+        results.append(three_steps(model, partial(train_step, model, batch, count, schedule), times))
     return results
 
 
-def check(size: int, jobs: list[Job]) -> None:
-    ranks = run(size, _staged, jobs)
+def check(jobs: list[Job], ranks: list[list[Result]]) -> None:
     for i, (_, name, *_, times) in enumerate(jobs):
-        loss, grads, norm = whole_step(name, times)
+        loss, grads, norms, params = whole_steps(name, times)
         seen: set[str] = set()
         for results in ranks:
-            got_loss, got, got_norm = results[i]
+            got_loss, got, got_norms, got_params = results[i]
             assert got_loss == ranks[0][i][0] == pytest.approx(loss, rel=FLOAT32)
-            assert got_norm == pytest.approx(norm, rel=FLOAT32)
+            assert got_norms == pytest.approx(norms, rel=FLOAT32)
             # against the whole model's largest entry: a stage may have small ones only
             assert_same_grads({**grads, **got}, grads, FLOAT32)
-            assert got
+            assert got and set(got_params) == set(params)
+            for key, value in params.items():
+                assert relative_error(got_params[key], value) <= FLOAT32, (jobs[i], key)
             seen |= set(got)
         assert seen == set(grads)
 
 
-def test_schedules_over_two_stages() -> None:
-    """gpt2: tied embedding and head, dropout off; t5: two values cross, one is only handed on."""
-    pp = (1, 2, 1)
-    jobs: list[Job] = [(pp, "gpt2", schedule, 4, 2, 2) for schedule in ("gpipe", "zero-bubble")]
-    jobs += [(pp, "gpt2", "interleaved", 4, 4, 1), (pp, "t5", "1f1b", 2, 2, 1)]
-    check(2, [*jobs, (pp, "t5", "zero-bubble", 4, 4, 1)])
+PP2, PP4, TP_PP, PP_DP = (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)
+# gpt2: tied embedding and head, dropout off; t5: two values cross, one is only handed on
+TWO: list[Job] = [
+    ((*PP2, 0), "gpt2", "zero-bubble", 4, 2, 2),
+    ((*PP2, 0), "gpt2", "interleaved", 4, 4, 1),
+    ((*PP2, 0), "t5", "1f1b", 2, 2, 1),
+    ((*PP2, 0), "t5", "zero-bubble", 4, 4, 1),
+]
+# Key-value rows held twice, and norms over heads: gradients that are corrected over tp
+FOUR: list[Job] = [
+    ((*PP4, 0), "gpt2", "gpipe", 4, 4, 2),
+    ((*PP4, 0), "t5", "1f1b", 4, 4, 1),
+    ((*PP4, 0), "llama_tied", "zero-bubble", 4, 4, 1),
+    ((*TP_PP, 0), "llama_mqa", "zero-bubble", 4, 2, 1),
+    ((*TP_PP, 0), "qwen3", "1f1b", 4, 2, 2),
+    ((*PP_DP, 0), "llama_tied", "1f1b", 2, 2, 2),
+    ((*PP_DP, 1), "gpt2", "1f1b", 4, 2, 2),
+    ((*PP_DP, 2), "llama_tied", "interleaved", 2, 4, 1),
+    ((*PP_DP, 3), "t5", "gpipe", 2, 2, 1),
+    ((*PP_DP, 3), "gpt2", "zero-bubble", 4, 2, 1),
+]
 
 
-def test_stages_of_tensor_parallel_ranks_and_copies_of_stages() -> None:
-    """Key-value rows held twice, and norms over heads: gradients that are corrected over tp."""
-    both = (2, 2, 1)
-    jobs: list[Job] = [(both, "llama_mqa", "zero-bubble", 4, 2, 1), (both, "qwen3", "1f1b", 4, 2, 2)]
-    check(4, [*jobs, ((1, 2, 2), "llama_tied", "1f1b", 2, 2, 2)])
+def test_stages_of_tensor_parallel_ranks_and_of_copies() -> None:
+    check(FOUR, run(4, _staged, FOUR, timeout=300))
 
 
 def _one_fails(rank: int) -> str:
@@ -135,8 +171,14 @@ def _one_fails(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_failure_on_one_stage_is_told_on_all() -> None:
-    for said in run(2, _one_fails):
+def _two(rank: int, jobs: list[Job]) -> tuple[list[Result], str]:
+    return _staged(rank, jobs), _one_fails(rank)
+
+
+def test_two_stages_and_a_failure_on_one_that_is_told_on_both() -> None:
+    ranks = run(2, _two, TWO)
+    check(TWO, [results for results, _ in ranks])
+    for _, said in ranks:
         assert said.startswith("rank 1 (pp 1), stage 1, micro-batch 2, at transformer.h.1") and "luck" in said
 
 
@@ -148,10 +190,10 @@ def test_one_stage_accumulates(tp: int, dp: int, count: int) -> None:
         batch = part_of(padded_batch(inputs), *autotp.data_rank(model))
         for _ in range(2):
             loss = train_step(model, batch, count)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-        return loss.item(), full_grads(model), norm
+        grads, norm = full_grads(model), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        return loss.item(), grads, norm
 
-    loss, grads, norm = whole_step("llama_gqa", 2)
+    loss, grads, (norm, *_), _ = whole_steps("llama_gqa", 2)
     for got_loss, got, got_norm in simulate(tp * dp, one):
         assert got_loss == pytest.approx(loss, rel=FLOAT32)
         assert_same_grads(got, grads, FLOAT32)

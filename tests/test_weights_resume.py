@@ -102,7 +102,7 @@ def lr(turn: int) -> float:
 
 
 JOBS = [("llama_tied", "adamw"), ("gpt2", "sgd")]
-TURNS = [(2, 1, 2, 0), (1, 2, 2, 0), (4, 1, 1, 0), (2, 2, 1, 0)]  # tp, pp, dp, zero
+TURNS = [(2, 1, 2, 0), (1, 2, 2, 3), (4, 1, 1, 0), (2, 2, 1, 0)]  # tp, pp, dp, zero
 
 
 @pytest.mark.filterwarnings("ignore:.*stay whole", "ignore::FutureWarning", "ignore::UserWarning")

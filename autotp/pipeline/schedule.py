@@ -11,21 +11,23 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.tensor import DTensor
 
 from ..comm import ProcessComm
 from ..errors import AutotpError, PlanError, RankError, TrainError
-from ..gradients import MarkGrad, ShardGrad, Spread, plain
+from ..gradients import MarkGrad, ShardedGrad, ShardGrad, Spread, plain
 from ..losses import Watch, Weights, weighted
 from ..mesh import Mesh
 from ..nested import map_tensors
 from ..same import same_batch
+from ..state import part_of_copies
 from .absent import is_missing
 from .deferred import Deferred
 from .run import Key, Pipeline
@@ -35,7 +37,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 class StageModule(nn.Module):
     """A stage as torch's schedules see it: from what is received and the number of a micro-batch to what is
-    sent, or the last stage's weighted loss. Its parameters are the stage's own."""
+    sent, or the last stage's weighted loss."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
@@ -45,10 +47,6 @@ class StageModule(nn.Module):
         self.last = stage == pipeline.stages.count - 1
         self.deferred: Deferred | None = None
         self.receives, self.sends = crossing_keys(pipeline, stage)
-        mine = {id(p): p for n, p in model.named_parameters()
-                if stage in pipeline.stages.params[n] and p.requires_grad and not is_missing(p)}
-        for i, param in enumerate(mine.values()):
-            self.register_parameter(str(i), param)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         number = int(index)
@@ -108,31 +106,40 @@ def run_in_stages(
     if failed:
         raise RankError("an earlier train_step failed, and closed the stages' connections: start the "
                         f"processes anew. It said: {failed}")
+    around: Any = nullcontext() if copies is None else copies.in_stages(schedule == "zero-bubble")
+    with around:
+        runner = _runner(model, pipeline, mesh.pp, parts, schedule)
+        for module in runner.modules:
+            module.parts, module.weights = parts, weights
+        numbers = torch.arange(len(parts))
+        pipeline.channel.begin()
+        try:
+            runner.schedule.step(index=numbers, target=numbers)
+        except BaseException as error:
+            failure = _failure(pipeline, error)
+            _note(failure, "".join(traceback.format_exception(error)))
+            held = [runner.group]
+            pipeline.runner = runner = None  # type: ignore[attr-defined, assignment]
+            pipeline.failed = str(failure)  # type: ignore[attr-defined]
+            _close(held, error)
+            raise failure from None
+    for module in runner.modules:
+        module.parts, module.weights = (), None
+
+
+def _runner(
+    model: nn.Module, pipeline: Pipeline, comm: ProcessComm, parts: Sequence[Mapping[str, Any]], schedule: str
+) -> Runner:
+    """The one of the step before, or a new one where micro-batches or schedule are others."""
     signature = (schedule, len(parts), _shapes(parts[0]), model.training)
     runner: Runner | None = getattr(pipeline, "runner", None)
     if runner is None or runner.signature != signature:
-        same_batch(_named(parts), mesh.pp)
-        group = runner.group if runner is not None else _group_of_its_own(mesh.pp)
+        same_batch(_named(parts), comm)
+        group = runner.group if runner is not None else _group_of_its_own(comm)
         runner = _built(model, pipeline, group, parts, schedule, signature)
         del group                                # see `_close`
         pipeline.runner = runner  # type: ignore[attr-defined]
-    for module in runner.modules:
-        module.parts, module.weights = parts, weights
-    numbers = torch.arange(len(parts))
-    pipeline.channel.begin()
-    try:
-        with copies.paused() if copies is not None else nullcontext():
-            runner.schedule.step(index=numbers, target=numbers)
-    except BaseException as error:
-        failure = _failure(pipeline, error)
-        _note(failure, "".join(traceback.format_exception(error)))
-        held = [runner.group]
-        pipeline.runner = runner = None  # type: ignore[attr-defined]
-        pipeline.failed = str(failure)  # type: ignore[attr-defined]
-        _close(held, error)
-        raise failure from None
-    for module in runner.modules:
-        module.parts, module.weights = (), None
+    return runner
 
 
 def _failure(pipeline: Pipeline, error: BaseException) -> BaseException:
@@ -257,7 +264,8 @@ def sum_shared(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
     for name, param, ranks in shared:
         if pipeline.rank not in ranks or not any(name in theirs for theirs in has):
             continue
-        own = torch.zeros_like(param) if param.grad is None else plain(param.grad)
+        grad = torch.zeros_like(param).detach() if param.grad is None else plain(param.grad)
+        own, _ = part_of_copies(grad)
         if pipeline.rank == ranks[0]:
             for rank in ranks[1:]:
                 own = own + channel.receive(own, own.device, rank)
@@ -266,7 +274,8 @@ def sum_shared(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
         else:
             channel.send(own, ranks[0])
             own = channel.receive(own, own.device, ranks[0])
-        param.grad = own.detach()
+        part_of_copies(grad)[0].copy_(own)
+        param.grad = grad
     channel.end()
 
 
@@ -278,5 +287,6 @@ def mark_gradients(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
         marks = (param._post_accumulate_grad_hooks or {}).values()
         spread = next((hook.spread for hook in marks if isinstance(hook, MarkGrad)), Spread())
         counts = pipeline.holders(name)[0] == pipeline.rank
-        grad = plain(param.grad)
-        param.grad = ShardGrad.of(grad, Spread(spread.comms, spread.weights, (mesh.pp, counts)))
+        spread = replace(spread, stages=(mesh.pp, counts))
+        param.grad = (ShardedGrad.of(param.grad, spread) if isinstance(param.grad, DTensor)
+                      else ShardGrad.of(plain(param.grad), spread))
