@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import CheckpointError
 from .layouts import take_dim
-from .lazy import LazyTensor, lazy, read_in_blocks
-from .tensorfiles import ReadCounter, Region, read_header, whole_region
+from .lazy import LazyTensor, lazy, origin, read_in_blocks
+from .tensorfiles import FileTensor, ReadCounter, Region, read_header, whole_region
 
 SAFE_INDEX, SAFE_FILE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -37,7 +39,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class InMemory:
-    """A tensor that torch.load has given, mapped from its file where it can be."""
+    """A tensor that torch.load has given."""
 
     tensor: Tensor
     counter: ReadCounter
@@ -144,35 +146,57 @@ def _open_safetensors(path: Path, files: Mapping[str, set[str] | None]) -> Check
 
 
 def _open_pickles(path: Path, files: Mapping[str, set[str] | None]) -> Checkpoint:
-    warnings.warn(
-        f"{path}: reading .bin files. They are mapped, not sliced; convert them to safetensors to read only "
-        "the rank's part.",
-        stacklevel=4,
-    )
-    found, wrong = Checkpoint(path, {}), []
+    found, wrong, held = Checkpoint(path, {}), [], []
     for file in files:
         if not (path / file).is_file():
             wrong.append(f"{file}: missing")
             continue
         try:
-            state = _unpickled(path / file)
+            if zipfile.is_zipfile(path / file):
+                found.tensors |= _in_pickle(path / file, found.counter)
+                continue
+            held.append(file)  # of before torch 1.6
+            state = torch.load(path / file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            wrong.append(f"{file}: {str(error).splitlines()[0]}")
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            wrong.append(f"{file}: damaged, or no weights alone ({said})")
             continue
         for name, tensor in state.items():
             if isinstance(tensor, Tensor):
                 found.tensors[name] = lazy(tuple(tensor.shape), tensor.dtype, InMemory(tensor, found.counter))
     _raise(path, wrong)
+    warnings.warn(
+        f"{path}: reading .bin files. "
+        + (f"Every rank holds the whole of {', '.join(held)} meanwhile. " if held else "")
+        + "Convert them to safetensors (from_pretrained, save_pretrained): a damaged file then shows before "
+        "anything is read, and no pickle is opened.",
+        stacklevel=4,
+    )
     return found
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
-    try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):  # files of before torch 1.6 can't be mapped
-            raise
-        return torch.load(file, map_location="cpu", weights_only=True)
+def _in_pickle(file: Path, counter: ReadCounter) -> dict[str, LazyTensor]:
+    """The tensors of a file of torch.save, which is a zip archive with the bytes of each storage as they are:
+    where they begin is all that is asked of torch here."""
+    with FakeTensorMode():
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    found, length = {}, file.stat().st_size
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        storage: Any = tensor.untyped_storage()
+        begin, width = storage._checkpoint_offset, tensor.dtype.itemsize
+        if begin + storage.nbytes() > length:
+            raise RuntimeError(f"cut off inside of {name}")
+        if tensor.is_contiguous():
+            at, shape = begin + tensor.storage_offset() * width, tuple(tensor.shape)
+            found[name] = lazy(shape, tensor.dtype, FileTensor(file, name, tensor.dtype, shape, at, counter))
+        else:
+            all_of_it = (storage.nbytes() // width,)
+            source = FileTensor(file, name, tensor.dtype, all_of_it, begin, counter)
+            view: Any = lazy(all_of_it, tensor.dtype, source)
+            found[name] = view.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return found
 
 
 def _raise(path: Path, wrong: list[str]) -> None:
@@ -191,5 +215,9 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two lazy tensors hold the same, read a block of rows at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    here, there = origin(a), origin(b)
+    if isinstance(here, FileTensor) and isinstance(there, FileTensor):
+        if (here.path, here.offset) == (there.path, there.offset):  # tied, in one storage
+            return True
     whole = whole_region(a.shape)
     return all(map(torch.equal, read_in_blocks(a, whole), read_in_blocks(b, whole)))

@@ -148,6 +148,15 @@ def sources(tensor: Tensor) -> list[Source]:
     return [s for operand in operands if isinstance(operand, Tensor) for s in sources(operand)]
 
 
+def origin(tensor: Tensor) -> Source | None:
+    """Where all of a lazy tensor is stored as it is; None where it is made of what is stored."""
+    while isinstance(source := getattr(tensor, "source", None), Made):
+        if _BACK.get(source.op) is not _same or source.args[0].dtype != tensor.dtype:
+            return None
+        tensor = source.args[0]
+    return source
+
+
 def base(tensor: Tensor) -> Tensor:
     """The tensor whose memory a lazy one would share: the same one for all its views."""
     while isinstance(source := getattr(tensor, "source", None), Made) and source.op.is_view:

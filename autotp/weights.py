@@ -59,10 +59,10 @@ def load(
     path: a directory in Hugging Face's layout, or a hub id. tp, pp, dp, stages, policy, strict,
     example_inputs, comm: as for `parallelize`. dtype: of the parameters; None: the config's, else the
     checkpoint's. device: None for this process's GPU where the ranks talk over NCCL, else the CPU.
-    allow_pickle: read .bin files where there are no others, with torch's weights_only. allow_missing:
-    initialise what the checkpoint lacks (rank 0's values). allow_unexpected: leave out what the model has no
-    place for. progress: a bar on rank 0 (None: when stderr is a terminal). overrides: entries of the config
-    (`attn_implementation="sdpa"`).
+    allow_pickle: read .bin files where there are no others, with torch's weights_only, and by the slice too
+    (whole those of before torch 1.6). allow_missing: initialise what the checkpoint lacks (rank 0's values).
+    allow_unexpected: leave out what the model has no place for. progress: a bar on rank 0 (None: when stderr
+    is a terminal). overrides: entries of the config (`attn_implementation="sdpa"`).
 
     Checkpoints that transformers converts on load (fused or split experts, other names) are converted first,
     cut after.

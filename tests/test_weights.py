@@ -15,6 +15,7 @@ from torch import nn
 from autotp.checkpoint import open_checkpoint
 from autotp.comm import Comm, simulate
 from autotp.errors import CheckpointError, LaunchError
+from autotp.lazy import read
 from autotp.save import save
 from autotp.state import full_state_dict
 from autotp.weights import load
@@ -109,7 +110,8 @@ def test_generation_config_and_tokens(tmp_path: Path) -> None:
 
 
 @QUIET
-@pytest.mark.parametrize("name", ["llama_gqa", "mixtral", "gpt2"])
+@pytest.mark.filterwarnings("ignore:.*reading .bin files")
+@pytest.mark.parametrize("name", ["llama_gqa", "mixtral", "gpt2", "gpt2 as .bin"])
 def test_only_the_kept_slices_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the files are asked for is what the rank keeps: no more than 5% beyond it."""
     import autotp.weights as weights
@@ -118,9 +120,18 @@ def test_only_the_kept_slices_are_read(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         weights, "open_checkpoint", lambda *a: opened.append(open_checkpoint(*a)) or opened[-1]
     )
-    saved(name, tmp_path)
-    kept = on_ranks(tmp_path, 2, lambda m: sum(p.numel() * p.element_size() for p in m.parameters()))
+    family, _, pickled = name.partition(" as ")
+    model, _ = saved(family, tmp_path)
     whole = (tmp_path / "model.safetensors").stat().st_size
+    if pickled:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    kept = on_ranks(
+        tmp_path,
+        2,
+        lambda m: sum(p.numel() * p.element_size() for p in m.parameters()),
+        allow_pickle=bool(pickled),
+    )
     assert max(kept) < 0.7 * whole
     for checkpoint in opened:
         assert 0.99 * min(kept) <= checkpoint.counter.bytes <= 1.05 * max(kept)
@@ -273,6 +284,27 @@ def test_pickles_only_when_asked_and_never_their_code(tmp_path: Path) -> None:
     torch.save({"model.norm.weight": Evil()}, tmp_path / "pytorch_model.bin")
     assert "pytorch_model.bin" in refused(tmp_path, allow_pickle=True)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*reading .bin files")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_of_pickles(zipped: bool, tmp_path: Path) -> None:
+    """Views, shared storages, strides, empty ones; in torch's format and in that of before 1.6. A file that
+    is cut off is found."""
+    x = torch.randn(7, 5)
+    state = {
+        "x": x, "rows": x[2:], "columns": x[:, 1:3], "turned": x.t(), "half": torch.ones(3).bfloat16(),
+        "ints": torch.arange(5), "scalar": torch.tensor(3.0), "none": torch.zeros(0, 3), "note": "no tensor",
+    }  # fmt: skip
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+    found = open_checkpoint(tmp_path, allow_pickle=True).tensors
+    assert set(found) == {name for name, t in state.items() if isinstance(t, torch.Tensor)}
+    for name, tensor in found.items():
+        assert tensor.dtype == state[name].dtype and torch.equal(read(tensor), state[name]), name
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: \w+"):
+        open_checkpoint(tmp_path, allow_pickle=True)
 
 
 def test_quantised_and_nothing_at_all(tmp_path: Path) -> None:

@@ -44,6 +44,20 @@ def write_checkpoint(path: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="500MB")
 
 
+def as_pickles(path: Path) -> None:
+    """The same checkpoint in files of torch.save."""
+    import torch
+    from safetensors.torch import load_file
+
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for file in sorted(path.glob("*.safetensors")):
+        torch.save(load_file(file), path / f"pytorch_{file.stem}.bin")
+        file.unlink()
+    places = {n: f"pytorch_{Path(file).stem}.bin" for n, file in index["weight_map"].items()}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({**index, "weight_map": places}))
+    (path / "model.safetensors.index.json").unlink()
+
+
 # ---------------------------------------------------------------- one rank
 def status(key: str) -> int:
     """A size of /proc/self/status, in bytes."""
@@ -72,7 +86,7 @@ def rank(contender: str, checkpoint: str, tp: int) -> None:
     before, mapped, read, start = status("VmRSS"), status("RssFile"), asked_of_files(), time.perf_counter()
     model: Any
     if contender == "autotp":
-        model = autotp.load(checkpoint, tp=tp)
+        model = autotp.load(checkpoint, tp=tp, allow_pickle=True)
     else:
         model = LlamaForCausalLM.from_pretrained(checkpoint, distributed_config=DistributedConfig(tp_size=tp))
     took = time.perf_counter() - start
@@ -157,6 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", help="a Llama's directory; without it a random one is written")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--bin", action="store_true", help="write the random one as .bin files")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rank", nargs=2, metavar=("CONTENDER", "DIR"), help=argparse.SUPPRESS)
@@ -170,6 +185,8 @@ def main() -> None:
         checkpoint = given.checkpoint or folder
         if not given.checkpoint:
             write_checkpoint(Path(folder))
+        if given.bin:
+            as_pickles(Path(folder))
         found = compare(checkpoint, given.tp, given.rounds)
     if given.json:
         given.json.write_text(json.dumps({"tp": given.tp, **found}, indent=2) + "\n")
