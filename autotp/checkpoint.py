@@ -56,9 +56,9 @@ class InMemory:
         self.counter.bytes += part.numel() * part.element_size()
 
 
-def locate(source: str | Path) -> Path:
-    """The directory of `source`: itself, or where the hub's files of that id are (fetched when they are not
-    here yet).
+def locate(source: str | Path, allow_pickle: bool = False) -> Path:
+    """The directory of `source`: itself, or where the hub's files of that id are. What is not here yet is
+    fetched: configs, tokenizer, and of the weights the files that `open_checkpoint` would read.
 
     Raises CheckpointError where it is neither.
     """
@@ -71,12 +71,22 @@ def locate(source: str | Path) -> Path:
         raise CheckpointError(
             f"{source} is no directory; to fetch it from a hub: pip install huggingface_hub."
         ) from error
-    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
+
+    def fetch(wanted: list[str], commit: str | None = None) -> Path:
+        # Folders hold the same in other formats.
+        options: Any = {"revision": commit, "allow_patterns": wanted, "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(str(source), **options))
+
     try:
-        return Path(snapshot_download(str(source), allow_patterns=wanted))
-    except (
-        Exception
-    ) as error:  # of the hub, the network or the name: all mean that there is no such checkpoint here
+        here = fetch(["*.json", "*.jinja", "*.txt", "*.model"])
+        for index, file in ((SAFE_INDEX, SAFE_FILE), (PICKLE_INDEX, PICKLE_FILE)):
+            fetch(sorted(_indexed(here / index)) if (here / index).is_file() else [file], here.name)
+            if (here / index).is_file() or (here / file).is_file() or not allow_pickle:
+                break
+        return here
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the hub, the network or the name: there is no such checkpoint here
         first = str(error).strip().splitlines()[:1]
         raise CheckpointError(f"{source} is no directory, and no hub gave it: {''.join(first)}") from error
 

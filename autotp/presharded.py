@@ -145,7 +145,7 @@ def write_shards(
     In one process, streaming: of the model no more than a block of rows is held. The manifest is written
     last: what a crash leaves behind is not taken for shards. Raises what `autotp.load` and `autotp.plan`
     raise, and CheckpointError where `out` holds other files."""
-    root, target = locate(source), Path(out)
+    root, target = locate(source, allow_pickle), Path(out)
     if target.exists() and any(target.iterdir()) and not (target / MANIFEST).exists():
         raise CheckpointError(f"{target} holds other files; give an empty or a new directory.")
     progress("planning")

@@ -74,7 +74,7 @@ def load(
     ranks = mesh.tp
     where = torch.device(device) if device is not None else default_device(mesh.world)
     with together(mesh.world):
-        root = _fetched(path, mesh.world)
+        root = _fetched(path, mesh.world, allow_pickle)
         shards = find_shards(root)
         mine = None if shards is None else shards.of_rank(ranks.rank, ranks.size)
         checkpoint = open_checkpoint(root, allow_pickle) if shards is None else shards.checkpoint
@@ -99,20 +99,20 @@ def load(
     return model
 
 
-def _fetched(path: str | Path, comm: Comm) -> Path:
+def _fetched(path: str | Path, comm: Comm, allow_pickle: bool) -> Path:
     """`locate`, rank 0 first: it fetches, the others find what it fetched."""
     if Path(path).exists() or comm.size == 1:
-        return locate(path)
+        return locate(path, allow_pickle)
     first: Path | BaseException | None = None
     if comm.rank == 0:
         try:
-            first = locate(path)
+            first = locate(path, allow_pickle)
         except AutotpError as error:
             first = error
     told = comm.exchange(first)[0]
     if isinstance(told, BaseException):
         raise told
-    return locate(path)
+    return locate(path, allow_pickle)
 
 
 @contextmanager
