@@ -4,7 +4,7 @@ An axis that is sharded through a model (heads, an MLP's hidden axis) costs one 
 products. Where none can be (a state space that scans over it, a product from the residual stream to itself)
 the weight can still be split by itself: each rank computes its part of the output, which is gathered at once.
 To all around it the layer is what it was; so this needs no proof but that its input and output are replicated
-and their gradients whole.
+and their gradients whole, or both partial: so they are between an `enter` and the sharded values it is for.
 
 It costs a collective for every product, and is done only where much would stay whole otherwise: with a tenth
 of the weights on every rank, eight ranks are less than five times as fast as one (Amdahl, 1967). The largest
@@ -32,7 +32,7 @@ from .layouts import split as split_evenly
 from .skeleton import linear_kind
 
 if TYPE_CHECKING:
-    from .plan import ParamPlan, Plan
+    from .plan import LayerPlan, ParamPlan, Plan
     from .planner import Analysis
 
 TOLERATED = 0.1  # the share of the block weights that may stay whole
@@ -65,9 +65,23 @@ def split_alone(
     return done
 
 
+def options_alone(found: Analysis, path: str) -> dict[str, bool]:
+    """How a layer that is split alone gathers its output. partial: its gradients are still to be summed."""
+    node = next(n for n in found.index.module_params if str(n.target) == path)
+    partial = node in found.placement.partial_gradient
+    return {"gather": True, "partial" if partial else "enter": True}
+
+
+def arrows_around(layer: LayerPlan) -> tuple[tuple[str, bool], ...]:
+    """The arrows in a layer that is split alone: (kind, whether its gradient is summed too)."""
+    if "partial" in layer.options:
+        return (("gather", True),)  # what it gives its input is partial, as everything there
+    return (("enter", False), ("gather", False)) if "enter" in layer.options else ()
+
+
 def split_alone_in(plan: Plan) -> frozenset[str]:
     """The modules that a plan splits alone."""
-    return frozenset(layer.module for layer in plan.layers if "enter" in layer.options)
+    return frozenset(layer.module for layer in plan.layers if arrows_around(layer))
 
 
 def _candidates(
@@ -86,23 +100,28 @@ def _candidates(
             used[str(node.target)].add("")
     unreduced = {n for flow in found.choice.flows.values() for n in flow.partial}
     unreduced -= {a.source for a in placement.arrows if a.kind == "reduce"}
-    parts = placement.sharded | unreduced | placement.partial_gradient
+    parts, partial = placement.sharded | unreduced, placement.partial_gradient
     gathered = {use for a in placement.arrows if a.kind == "gather" for use in a.users}
     for path, nodes in calls.items():
         own = index.module_params[nodes[0]]
         weight = params.get(own.get("weight", ""))
+        summed = nodes[0] in partial
+        operands = [(n, o) for n in nodes for o in index.operands[n]]
         free = (
             weight is not None
             and weight.block
             and layer_kind(index, nodes[0]) in ("linear", "conv")
-            and getattr(index.captured.skeleton.get_submodule(path), "groups", 1) == 1
             and set(own) <= {"weight", "bias"}
-            and all(used[name] == {path} and _plain(params[name]) for name in own.values())
+            and all(
+                used[name] == {path} and _plain(params[name], "summed" if summed else "whole")
+                for name in own.values()
+            )
             and path not in hooked.modules
             and not any(name in hooked.params for name in own.values())
-            and weight.shape[_out_dim(index, path)] % tp == 0
-            and not any(n in parts or n in placement.inside for n in nodes)
-            and all(o.node not in parts or (n, o.path) in gathered for n in nodes for o in index.operands[n])
+            and _divides(index, path, weight.shape, tp)
+            and not any(n in parts or n in placement.inside or (n in partial) != summed for n in nodes)
+            and not any(o.node in parts and (summed or (n, o.path) not in gathered) for n, o in operands)
+            and (summed or not any(o.node in partial for _, o in operands))
         )
         if not free or weight is None or found.policy.veto(*_as_flow(index, path, weight.name)) is not None:
             continue
@@ -111,8 +130,14 @@ def _candidates(
             yield path, weight.name
 
 
-def _plain(param: ParamPlan) -> bool:
-    return param.layout is None and not param.once and param.gradient == "whole" and not param.also
+def _plain(param: ParamPlan, gradient: str) -> bool:
+    return param.layout is None and not param.once and param.gradient == gradient and not param.also
+
+
+def _divides(index: GraphIndex, path: str, shape: tuple[int, ...], tp: int) -> bool:
+    """Into equal parts: of whole groups, or within them, where it has groups of channels."""
+    groups = int(getattr(index.captured.skeleton.get_submodule(path), "groups", 1))
+    return shape[_out_dim(index, path)] % tp == 0 and (groups % tp == 0 or tp % groups == 0)
 
 
 def _out_dim(index: GraphIndex, path: str) -> int:

@@ -179,8 +179,11 @@ def gather(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
 
 
 def gather_enter(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:
-    """Shard -> Replicate (partial). All-gather; backward reduce-scatters (before a column)."""
-    return x if _trivial(layout) else _GatherEnter.apply(x, dim, layout, comm)
+    """Shard -> Replicate (partial). All-gather; backward reduce-scatters (what follows is a column's)."""
+    if _trivial(layout):
+        return x
+    give = _GatherEnter.apply if torch.is_grad_enabled() else gather_values
+    return give(x, dim, layout, comm)
 
 
 def slice_(x: Tensor, dim: int, layout: Layout, comm: Comm) -> Tensor:

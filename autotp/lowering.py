@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from .alone import split_alone
+from .alone import arrows_around, options_alone, split_alone
 from .axes import Axis, factors, leaves, product, show
 from .captured import CapturedGraph
 from .choose import Choice
@@ -47,8 +47,8 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
     }
     collectives, layers = _collectives(found, tp)
     for path in alone:
-        collectives += _around(found, path)
-        layers.append(LayerPlan(path, "column", {"enter": True, "gather": True}))
+        layers.append(LayerPlan(path, "column", options_alone(found, path)))
+        collectives += _around(found, layers[-1])
     plan = Plan(
         model=type(model).__name__,
         tp=tp,
@@ -76,17 +76,16 @@ def _alone_params(
         yield replace(params[names[own]], layout=layout, gradient="own", why=why)
 
 
-def _around(found: Analysis, path: str) -> Iterator[Collective]:
+def _around(found: Analysis, layer: LayerPlan) -> Iterator[Collective]:
     """The arrows in a layer that is split alone, one for each of its calls."""
-    for node in [n for n in found.index.module_params if str(n.target) == path]:
-        operand = found.index.operands[node][0].node
-        for kind, at, why in (
-            ("enter", operand, "its weight is split alone"),
-            ("gather", node, "its weight is split alone: what follows needs all of it"),
-        ):
-            value = next(tensors_of(at.meta["val"]))
+    where = (Where("layer", layer.module),)
+    for node in [n for n in found.index.module_params if str(n.target) == layer.module]:
+        for kind, enter in arrows_around(layer):
+            at = found.index.operands[node][0].node if kind == "enter" else node
+            value, why = next(tensors_of(at.meta["val"])), "its weight is split alone"
+            why += ": what follows needs all of it" if kind == "gather" else ""
             size = value.numel() * value.element_size()
-            yield Collective(kind, (Where("layer", path),), tuple(value.shape), size, why)
+            yield Collective(kind, where, tuple(value.shape), size, why, enter)
 
 
 def _observed(found: Analysis, tp: int) -> Iterator[Collective]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from .alone import arrows_around
 from .capture import CapturedGraph, quietly, record
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
@@ -330,10 +331,10 @@ def compare_arrows(found: Analysis, plan: Plan, again: CapturedGraph, left_out: 
         for where in filter(counted, places)
     }
     placed |= {  # those of layers that are split alone
-        (kind, False, where, where.module not in hidden)
+        (kind, enter, where, where.module not in hidden)
         for layer in plan.layers
-        if "enter" in layer.options and counted(where := Where("layer", layer.module))
-        for kind in ("enter", "gather")
+        for kind, enter in arrows_around(layer)
+        if counted(where := Where("layer", layer.module))
     }
     planned: Counter[str] = Counter()
     unseen: Counter[str] = Counter()  # without gradients an arrow may leave no trace
@@ -372,6 +373,7 @@ _RUN_AS = {  # collectives.py's functions
     "_Reduce": ("reduce",),
     "_ReduceEnter": ("reduce", "enter"),
     "_Gather": ("gather",),
+    "_GatherEnter": ("gather", "enter"),
     "_Slice": ("slice",),
     "_Extreme": ("extreme",),
 }

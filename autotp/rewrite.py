@@ -163,8 +163,8 @@ def _make_layer(model: nn.Module, plan: Plan, layer: LayerPlan, comm: Comm) -> N
     if layer.kind == "column":
         out_dim = 1 if layers.is_transposed(module) else 0
         make = layers.make_conv_column if dense else layers.make_column
-        whole, enter = "gather" in options, "enter" in options
-        make(module, layout("weight", out_dim), comm, gather_output=whole, enter=enter)
+        whole, enter, partial = (bool(options.get(o)) for o in ("gather", "enter", "partial"))
+        make(module, layout("weight", out_dim), comm, gather_output=whole, enter=enter, partial=partial)
     elif layer.kind == "row":
         in_dim = 0 if layers.is_transposed(module) else 1
         how = None if "reduce" not in options else "reduce_enter" if options["reduce"] else "reduce"

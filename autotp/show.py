@@ -28,6 +28,8 @@ MEANING = {
 
 def meaning(collective: Collective) -> str:
     """What a collective does in the forward and in the backward pass."""
+    if collective.enter and collective.kind == "gather":
+        return "all-gather forward, reduce-scatter backward"
     if collective.enter:
         return "all-reduce forward and backward"
     return MEANING.get(collective.kind, f"all-reduce of a {collective.kind} forward")

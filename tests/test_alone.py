@@ -167,6 +167,74 @@ def test_a_batch_norm_in_training_has_the_whole_statistics(channels: int, tp: in
     simulate(tp, one)
 
 
+class Scored(nn.Module):
+    """Scores that no axis splits, for values that one does: their gradients are partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Conv1d(16, 16, 3, padding=1, groups=4)
+        self.norm, self.v, self.o = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        q, k = torch.sort(self.q(x), -1)[0], torch.sort(self.k(x.transpose(1, 2)), 1)[0]
+        return x + self.o(torch.softmax(q @ k, -1) @ self.v(x))
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scored(), Scored()])
+        self.last = nn.Conv1d(16, 8, 1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.sort(self.last(x.transpose(1, 2)), 1)[0]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_is_split_alone_where_gradients_are_partial(tp: int) -> None:
+    report = autotp.verify(noisy(Scores()), tp, example_inputs=Y, steps=3)
+    assert report.ok, str(report)
+    options = {m.module: m.options for m in report.plan.layers if "gather" in m.options}
+    inner, last = {"gather": True, "partial": True}, {"gather": True, "enter": True}
+    assert options["layers.1.q"] == options["layers.0.k"] == inner
+    assert {"layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k"} <= options.keys()
+    assert options.get("last", last) == last
+    kinds = [(c.kind, c.enter) for c in report.plan.collectives if str(c.where[0]) == "layers.0.k"]
+    assert kinds == [("gather", True)]
+
+
+@pytest.mark.parametrize("groups, tp", [(4, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_grouped_convolution_with_whole_inputs(groups: int, tp: int, partial: bool) -> None:
+    """partial: each rank's loss is a part of it, and the gradients of what is whole are summed outside."""
+    whole = noisy(nn.Conv1d(8, 16, 3, padding=2, groups=groups))
+    x = torch.randn(3, 8, 5, dtype=torch.float64, requires_grad=True)
+    want = whole(x)
+    probes = torch.randn(tp, *want.shape, dtype=torch.float64)
+    (want * (probes.sum(0) if partial else probes[0])).sum().backward()
+    locals_ = [copy.deepcopy(whole) for _ in range(tp)]
+    for one_of in locals_:
+        one_of.zero_grad()
+
+    def one(comm) -> None:
+        conv, given = locals_[comm.rank], x.detach().clone().requires_grad_()
+        made = make_conv_column(
+            conv, split(16, tp), comm, gather_output=True, enter=not partial, partial=partial
+        )
+        got = conv(given)
+        torch.testing.assert_close(got, want)
+        (got * probes[comm.rank if partial else 0]).sum().backward()
+        grad = comm.all_reduce(given.grad) if partial else given.grad
+        torch.testing.assert_close(grad, x.grad)
+        for name, p in conv.named_parameters():
+            torch.testing.assert_close(p.grad, take(whole.get_parameter(name).grad, made[name], comm.rank))
+
+    simulate(tp, one)
+
+
 @pytest.mark.parametrize("kind", ["column", "gathered", "row"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_convolution_in_parts(kind: str, batched: bool) -> None:

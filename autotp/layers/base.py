@@ -30,6 +30,7 @@ class Tp:
     layout: Layout                    # of the sharded axis: features, groups, rows, heads
     enter: bool = False               # the input's gradient is all-reduced
     gather: bool = False              # the output is made whole
+    partial: bool = False             # of a gathered output: the gradient is the ranks' sum
     reduce: str | None = None         # of a partial output: "reduce", "reduce_enter", or left partial
 
     @property
@@ -51,6 +52,13 @@ class Parallel:
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return ", ".join(s for s in (own, self.tp.describe(self.tp_axis)) if s)
+
+
+def gathered(y: Tensor, dim: int, tp: Tp) -> Tensor:
+    """A column's output: made whole where the split says so."""
+    if not tp.gather:
+        return y
+    return (collectives.gather_enter if tp.partial else collectives.gather)(y, dim, tp.layout, tp.comm)
 
 
 def check_reduce(reduce: str | None) -> None:

@@ -10,7 +10,7 @@ from .. import collectives
 from ..comm import Comm
 from ..errors import LayerError
 from ..layouts import Layout, is_partition, local_size
-from .base import REDUCE, Layouts, Parallel, Tp, check_reduce, shard_parameters, subclass
+from .base import REDUCE, Layouts, Parallel, Tp, check_reduce, gathered, shard_parameters, subclass
 
 
 class _Column(Parallel):
@@ -20,7 +20,7 @@ class _Column(Parallel):
     def forward(self, x: Tensor) -> Tensor:
         tp = self.tp
         y = super().forward(collectives.enter(x, tp.comm) if tp.enter else x)  # type: ignore[misc]
-        return collectives.gather(y, -1, tp.layout, tp.comm) if tp.gather else y
+        return gathered(y, -1, tp)
 
 
 class _Row(Parallel):
@@ -85,12 +85,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def make_column(module: Any, layout: Layout, comm: Comm, gather_output: bool = False,
-                enter: bool = True) -> Layouts:
+                enter: bool = True, partial: bool = False) -> Layouts:
     """Shard a linear's output features: `[..., in] -> [..., local out]`, or whole with `gather_output`.
 
     `enter`: the input is replicated with a whole gradient, and its gradient is all-reduced here. Without it
-    the caller has done that. nn.Linear and its subclasses, and linears with a transposed weight; LayerError
-    otherwise.
+    the caller has done that. `partial`: the gradient of the gathered output is still to be summed over the
+    ranks. nn.Linear and its subclasses, and linears with a transposed weight; LayerError otherwise.
     """
     transposed = _linear_kind(module)
     out_dim = 1 if transposed else 0
@@ -101,7 +101,7 @@ def make_column(module: Any, layout: Layout, comm: Comm, gather_output: bool = F
         module.__class__ = ColumnParallelLinear
     else:
         module.__class__ = subclass(_Column, type(module), f"ColumnParallel{type(module).__name__}")
-    module.tp = Tp(comm, layout, enter=enter, gather=gather_output)
+    module.tp = Tp(comm, layout, enter=enter, gather=gather_output, partial=partial)
     return made
 
 
