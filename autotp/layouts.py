@@ -219,12 +219,12 @@ class ParamLayout:
     def counts(self) -> Tensor:
         """How many slots, over all ranks, hold each element (int64); dims that are whole have size 1."""
         shape = [n if d in self.dims else 1 for d, n in enumerate(self.shape)]
-        counts = torch.zeros(shape, dtype=torch.int64)
+        counts = torch.zeros(shape, dtype=torch.int64, device="cpu")  # also under another default device
         ranks = len(next(iter(self.dims.values()), ()))
         for rank in range(ranks):
             own = [(dim, layout[rank]) for dim, layout in self.dims.items()]
             ones = torch.ones([local_size(dict(own)[d]) if d in self.dims else 1 for d in range(len(shape))],
-                              dtype=torch.int64)
+                              dtype=torch.int64, device="cpu")
             _put(counts, ones, own, add=True)
         return counts if ranks else counts + 1
 

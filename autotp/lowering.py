@@ -36,8 +36,7 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
     """The analysis as data."""
     index, choice = found.index, found.choice
     params = _params(found, tp)
-    may = found.policy.splits_alone and not found.experts
-    alone = split_alone(found, params, hooks_of(model), tp) if may else {}
+    alone = _alone(model, found, params, tp)
     for path, layouts in alone.items():
         params |= {p.name: p for p in _alone_params(found, params, path, layouts)}
     kept = {
@@ -65,6 +64,18 @@ def to_plan(model: nn.Module, found: Analysis, tp: int) -> Plan:
         observed=tuple(_observed(found, tp)),
     )
     return with_experts(plan, found.experts)
+
+
+def modules_alone(model: nn.Module, found: Analysis, tp: int) -> dict[str, dict[str, ParamLayout]]:
+    """The modules that the plan splits alone, without the rest of it: path -> layouts of its parameters."""
+    return _alone(model, found, _params(found, tp), tp)
+
+
+def _alone(
+    model: nn.Module, found: Analysis, params: dict[str, ParamPlan], tp: int
+) -> dict[str, dict[str, ParamLayout]]:
+    may = found.policy.splits_alone and not found.experts
+    return split_alone(found, params, hooks_of(model), tp) if may else {}
 
 
 def _alone_params(

@@ -27,7 +27,9 @@ class Gpu:
     * m/(m+half_m) * n/(n+half_n) * k/(k+half_k)`; of its memory's bandwidth `stream`, with `kernel_us` to
     start a kernel. The slower of the two decides, smoothed by the exponent `sharp`. attention: fraction of
     peak of a fused attention. sustained: what is left of matmul speed in hours of training, by heat and
-    power.
+    power. unaligned: what is left of matmul speed where the rows of a matrix are an odd number of 16-bit
+    elements, so that tensor cores are fed two bytes at a time; between that and rows of eight elements it
+    falls evenly with each halving.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Gpu:
     kernel_us: float = 3.0
     attention: float = 0.5
     sustained: float = 1.0
+    unaligned: float = 0.5
 
 
 @dataclass(frozen=True)

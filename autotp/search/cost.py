@@ -8,7 +8,8 @@ arrays of it.
   k is what makes tensor parallelism cost something even without communication.
 * Regions between products cost their bytes. An attention is fused (flops) or not (two products and the score
   matrix).
-* A pass over a unit takes no less than the host needs to launch its kernels.
+* A pass over a layer takes no less than the host needs to launch its kernels. At the embedding and the head
+  that time adds up, since the loss is read for every micro-batch.
 * Tensor-parallel collectives are exposed, but for the share that the software overlaps.
 """
 
@@ -35,6 +36,7 @@ _PLAIN_SOFTMAX = 4  # kernels more, where the fused softmax can't run: casts, sc
 # Bytes moved per logit by a cross-entropy of one kernel an operation, in 32 bits: cast, maximum, subtract,
 # exp, sum and divide; backward, scale and cast.
 _LOSS, _LOSS_BACK = 38.0, 14.0
+_LOSS_KERNELS, _LOSS_BACK_KERNELS = 8, 4
 
 
 def dtype_named(dtype: object) -> str:
@@ -104,6 +106,13 @@ def matmul(
     return (computing**gpu.sharp + moving**gpu.sharp) ** (1 / gpu.sharp) + gpu.kernel_us * 1e-6
 
 
+def aligned(cluster: Cluster, *dims: float) -> float:
+    """The fraction of speed that rows of so many elements leave: 1 for multiples of 8, `unaligned` for odd
+    ones."""
+    worst = min(int(np.gcd(round(d), 8)) for d in dims)
+    return float(cluster.gpu.unaligned ** (1 - np.log2(worst) / 3))
+
+
 def product_time(cluster: Cluster, product: Product, s: Setting) -> tuple[Array, Array]:
     """Seconds of a product forward, and backward (with respect to both operands)."""
     part = share(s.tp, product.ways) if product.ways > 1 else np.ones(s.tp.shape)
@@ -125,7 +134,12 @@ def product_time(cluster: Cluster, product: Product, s: Setting) -> tuple[Array,
     backward = matmul(cluster, rows, inner, cols, times, s.dtype) + matmul(
         cluster, inner, cols, rows, times, s.dtype
     )
-    return forward / cluster.gpu.sustained, backward / cluster.gpu.sustained
+    speed: Array = np.full(s.tp.shape, cluster.gpu.sustained)
+    if product.weight and s.width == 2.0:
+        # Who divides an odd dimension pads it (Megatron's vocabulary); whole it is as the model has it.
+        padded = (s.tp > 1) & (product.split in ("cols", "inner"))
+        speed = speed * np.where(padded, 1.0, aligned(cluster, product.cols, product.inner))
+    return forward / speed, backward / speed
 
 
 def attention_time(cluster: Cluster, a: Attention, s: Setting) -> tuple[Array, Array]:
@@ -223,6 +237,9 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
     if unit.layer:
         forward = _overlapped(forward + ahead, launching, cluster) - ahead
         backward = _overlapped(backward + back, 2 * launching, cluster) - back
+    else:
+        # The loss is read for every micro-batch: there the host is not ahead, and its time adds up.
+        forward, backward = forward + launching, backward + 2 * launching
     return Passes(forward, backward, again, ahead, back)
 
 
@@ -240,7 +257,9 @@ def loss_time(cluster: Cluster, workload: Workload, s: Setting) -> tuple[Array, 
     local = workload.logits.local(s.tp, 1) * s.micro_batch / s.cp
     stream = cluster.gpu.bandwidth * 1e9 * cluster.gpu.stream
     sent = collective(cluster.links[0], "reduce", s.tp, 4.0 * workload.seq * s.micro_batch / s.cp)
-    return local * _LOSS / stream + 3 * sent, local * _LOSS_BACK / stream
+    host = cluster.software.launch_us * 1e-6
+    forward = local * _LOSS / stream + 3 * sent + _LOSS_KERNELS * host
+    return forward, local * _LOSS_BACK / stream + _LOSS_BACK_KERNELS * host
 
 
 def ring_time(cluster: Cluster, units: Iterable[Unit], s: Setting) -> Array:

@@ -26,18 +26,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
 
-from ..axes import leaves
 from ..errors import AutotpError
 from ..flow import follow
 from ..graph import tensors_of
+from ..lowering import modules_alone
 from ..match import structure
 from ..planner import Analysis
 from .attentions import core_of
+from .messages import messages
 from .recorded import analysed, inputs_of
 from .regions import traffic
 from .shorten import LayerList, layer_lists, shortened
-from .workload import Attention, Message, Product, Shares, Unit, Workload
+from .workload import Attention, Product, Shares, Unit, Workload
 
 
 def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] | None = None) -> Workload:
@@ -79,6 +81,7 @@ class _Counter:
             self.uses[use.node].append(use)
         self.vocabulary = self._vocabulary()
         self.split |= self.vocabulary
+        self.alone = modules_alone(found.captured.skeleton, found, 2)
         self.units: list[Unit] = []
         self.unit_of: dict[fx.Node, int] = {}
         self._make_units()
@@ -142,7 +145,9 @@ class _Counter:
         anchors = self._products(cores)
         for unit, moved in traffic(self.index, self.unit_of, anchors, cores, self.ways).items():
             self.units[unit].traffic = moved
-        self._messages()
+        found = messages(self.found, self._head(), self.vocabulary, self.uses, self.alone.keys())
+        for node, message in found:
+            self.units[self.unit_of[node]].messages.append(message)
         tied, head = self._params()
         order = [self.between[0]]
         for k, i in enumerate(self.begun):
@@ -231,7 +236,11 @@ class _Counter:
         for c in self.index.axes.facts[node].contracts:
             inner *= c.axis.size if c.how == "sum" and c.weight == use.param else 1
         cols = weight.numel() / stack / inner
-        if self._pieces(use.taken) > 1:
+        if self._convolves(node):  # a row is what the kernel is laid on
+            cols, inner = weight.shape[0], weight[0].numel()
+        if node.op == "call_module" and node.target in self.alone:
+            split, ways = "cols", round(cols)
+        elif self._pieces(use.taken) > 1:
             split, ways = "inner", self._pieces(use.taken)
         elif self._pieces(use.made) > 1:
             split, ways = "cols", self._pieces(use.made)
@@ -239,6 +248,11 @@ class _Counter:
             ways = self.ways(node)
             split = "rows" if ways > 1 else ""
         return Product(out / cols, cols, inner, 1.0, split, ways, float(weight.numel()))
+
+    def _convolves(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return isinstance(self.index.captured.skeleton.get_submodule(str(node.target)), _ConvNd)
+        return getattr(node.target, "__name__", "") in ("conv1d", "conv2d", "conv3d")
 
     def _activations(self, node: fx.Node) -> Product | None:
         operands = [op.node for op in self.index.operands[node]]
@@ -277,44 +291,6 @@ class _Counter:
         split = "" if pieces == 1 else "cols" if node in self.found.placement.sharded else "inner"
         return Product(rows, cols, inner, 1.0, split, pieces, float(weight.numel()))
 
-    def _messages(self) -> None:
-        head = self._head()
-        for arrow in self.found.placement.arrows:
-            unit = self.units[self.unit_of[arrow.source]]
-            n = float(sum(t.numel() for t in tensors_of(arrow.source.meta.get("val"))))
-            if arrow.kind in ("reduce", "enter", "gather", "slice"):
-                if arrow.kind == "gather" and arrow.source is head:
-                    continue  # the loss is taken of logits in parts; generation gathers one token's
-                kind = "reduce" if arrow.kind in ("reduce", "enter") else "gather"
-                if arrow.kind in ("reduce", "gather"):
-                    unit.messages.append(Message(kind, "forward", n))
-                if arrow.kind in ("enter", "slice") or arrow.enter:
-                    unit.messages.append(
-                        Message("gather" if arrow.kind == "slice" else "reduce", "backward", n)
-                    )
-            elif arrow.kind not in ("once",):
-                rows = n / next(tensors_of(arrow.source.meta["val"])).shape[-1]
-                unit.messages += [
-                    Message("reduce", "forward", rows, True),
-                    Message("reduce", "backward", rows, True),
-                ]
-
-        for node in self.index.nodes if self.vocabulary else ():
-            facts, value = self.index.facts(node), next(tensors_of(node.meta.get("val")), None)
-            if (
-                facts
-                and value is not None
-                and any(self.vocabulary & set(leaves(c.axis)) for c in facts.contracts if c.how == "lookup")
-            ):
-                self.units[self.unit_of[node]].messages.append(
-                    Message("reduce", "forward", float(_numel(value)))
-                )
-            if any(self.vocabulary & use.made for use in self.uses[node]) and self.index.operands[node]:
-                entering = next(tensors_of(self.index.operands[node][0].node.meta["val"]))
-                self.units[self.unit_of[node]].messages.append(
-                    Message("reduce", "backward", float(_numel(entering)))
-                )
-
     # ---------------------------------------------------------------- parameters and output
     def _params(self) -> tuple[Shares, int]:
         skeleton, index = self.index.captured.skeleton, self.index
@@ -331,6 +307,11 @@ class _Counter:
             place = self._layer(name)
             unit = self.units[self.layer_unit[place] if place else units[0]]
             held = index.param_leaves.get(name, frozenset())
+            path, _, own = name.rpartition(".")
+            if path in self.alone:
+                (dim,) = self.alone[path][own].dims
+                unit.params.add(param.shape[dim], param.numel())
+                continue
             ways = self._pieces(held) if name in self.found.placement.params or held & self.vocabulary else 1
             unit.params.add(ways, param.numel())
             if param.ndim == 3 and param.shape[0] > 1 and place:
@@ -354,9 +335,10 @@ class _Counter:
                 ),
                 default=0.0,
             )
-        split = any(at.heads & self.split for at in self.structure.attentions)
-        heads = [a.heads for unit in self.units for a in unit.attentions] if split else []
-        return tied, max(heads, default=1)
+        if any(at.heads & self.split for at in self.structure.attentions):
+            return tied, max(a.heads for unit in self.units for a in unit.attentions)
+        # Without heads to share out, what the layers' widest product divides into.
+        return tied, max((p.ways for unit in self.units if unit.layer for p in unit.products), default=1)
 
     def _head(self) -> fx.Node | None:
         """The node that gives the model's logits: the first floating result."""

@@ -108,7 +108,7 @@ def candidates(
             coarse.append(f"tp={tp}: reaches over the {inner} GPUs that {cluster.links[0].name} joins")
             continue
         if tp > max(1, workload.head_ways) and tp > 1 and "tp" not in held:
-            coarse.append(f"tp={tp}: attention divides into {workload.head_ways} at most")
+            coarse.append(f"tp={tp}: {workload.name} divides into {workload.head_ways} at most")
             continue
         for cp in _divisors(gpus // tp):
             if cp > 1 and "cp" not in held and (workload.seq < LONG or cp > 16 or workload.seq // cp < 1024):

@@ -68,21 +68,23 @@ def state(
 
 def stage_experts(workload: Workload, stages: list[list[int]], tp: Array, ep: Array | int = 1) -> Array:
     """Of `stage_params`, those of experts that a rank holds: an ep-th."""
-    return np.stack(
-        [sum((workload.units[i].experts.local(tp) for i in s), np.zeros(tp.shape)) / ep for s in stages], -1
-    )
+    return _summed([u.experts.local(tp) for u in workload.units], stages) / np.asarray(ep, float)[..., None]
 
 
 def stage_params(workload: Workload, stages: list[list[int]], tp: Array, ep: Array | int = 1) -> Array:
     """Parameters on a rank of each stage (units by index), in the shape of `tp` with the stages as last axis.
     Tied ones stand on the first and the last."""
-    result = [
-        sum((workload.units[i].params.local(tp) for i in stage), np.zeros(tp.shape)) for stage in stages
-    ]
+    result = _summed([u.params.local(tp) for u in workload.units], stages)
     if len(stages) > 1:
-        result[-1] = result[-1] + workload.tied.local(tp)
+        result[..., -1] += workload.tied.local(tp)
     experts = stage_experts(workload, stages, tp)
-    return np.stack(result, -1) - experts * (1 - 1 / np.asarray(ep, float))[..., None]
+    return result - experts * (1 - 1 / np.asarray(ep, float))[..., None]
+
+
+def _summed(each: list[Array], stages: list[list[int]]) -> Array:
+    """The values of the units of each stage, summed."""
+    counts = np.array([np.bincount(stage, minlength=len(each)) for stage in stages], float)
+    return np.stack(each, -1) @ counts.T
 
 
 def logits(workload: Workload, tp: Array, micro_batch: Array, cp: Array) -> Array:

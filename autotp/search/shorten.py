@@ -28,7 +28,8 @@ class LayerList:
 
 
 def layer_lists(model: nn.Module) -> list[LayerList]:
-    """The outermost lists of two or more modules, in the order they are registered."""
+    """The outermost lists of layers, in the order they are registered: of two or more modules, or of one that
+    has modules inside (a model with a single layer; a single head is no layer)."""
     found = []
     for path, layers in _outermost_lists(model, ""):
         seen: dict[Any, int] = {}
@@ -57,7 +58,7 @@ def shortened(model: nn.Module, lists: list[LayerList]) -> nn.Module:
 def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
     for name, child in module.named_children():
         full = f"{path}.{name}" if path else name
-        if isinstance(child, nn.ModuleList) and len(child) > 1:
+        if isinstance(child, nn.ModuleList) and (len(child) > 1 or any(list(m.children()) for m in child)):
             yield full, child
         else:
             yield from _outermost_lists(child, full)
