@@ -158,6 +158,24 @@ def test_a_unit_that_changes_its_argument_in_place_is_refused_where_that_would_b
             assert isinstance(out, Absent) and out.shape == (size,)
 
 
+def test_a_unit_may_move_its_own_tensors_to_where_known_ones_lie():
+    class Moves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(4, 3))
+
+        def forward(self, ids):
+            rows = self.table.to(ids.device)[ids].cpu()
+            return rows.to("cpu", torch.float16), rows.to(device=ids.device)
+
+    model, origin = Moves(), Origin("moves", 1, Home(torch.device("cpu"), (0,)))
+    model.table = absent(torch.empty(4, 3, device="meta"), origin)
+    for _ in range(2):
+        half, rows = Stub("moves", model.forward).run((torch.tensor([0, 2]),), {}, origin)
+        assert isinstance(half, Absent) and half.dtype == torch.float16
+        assert isinstance(rows, Absent) and rows.shape == (2, 3)
+
+
 def test_other_stages_weights_and_caches_take_no_memory():
     def use(model, inputs):
         names = {n for n, p in model.named_parameters() if isinstance(p, Absent)}

@@ -120,7 +120,16 @@ FACTORIES = frozenset(
 """Functions that take the form of a tensor only: what they give is known everywhere."""
 
 _OWN = {"is_meta": False, "grad": None, "grad_fn": None, "is_leaf": True}
-_MOVES = frozenset("to cpu cuda type pin_memory".split())
+MOVES = frozenset("to cpu cuda type pin_memory".split())
+"""Functions that give a tensor on another device."""
+
+
+
+def is_device(value: Any) -> bool:
+    """Whether an argument of one of MOVES says where to."""
+    if isinstance(value, str):
+        return value.split(":")[0] in ("cpu", "cuda", "meta")
+    return isinstance(value, torch.device)
 
 
 def _property(func: Any, tensor: Absent) -> Any:
@@ -140,7 +149,7 @@ def _property(func: Any, tensor: Absent) -> Any:
 def _on_meta(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run `func` for its shapes."""
     known: list[tuple[Tensor, Tensor, int]] = []
-    moves = name in _MOVES
+    moves = name in MOVES
 
     def hollow(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -149,13 +158,11 @@ def _on_meta(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
             meta = on_meta(value)
             known.append((value, meta, meta._version))
             return meta
-        if isinstance(value, torch.device):
+        if isinstance(value, torch.device) or moves and is_device(value):
             return _META
         if isinstance(value, (list, tuple)):
             parts = [hollow(part) for part in value]
             return parts if isinstance(value, list) else _tuple_like(value, parts)
-        if moves and isinstance(value, str) and value.split(":")[0] in ("cpu", "cuda", "meta"):
-            return _META
         return value
 
     origin = _origin(args, kwargs)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import AbsentError, AutotpError
 from ..nested import map_parts, map_tensors
-from .absent import Absent, Origin, absent, on_meta
+from .absent import MOVES, Absent, Origin, absent, is_device, on_meta
 
 
 class Hollow(TorchFunctionMode):
@@ -40,6 +40,11 @@ class Hollow(TorchFunctionMode):
             if name == "__get__":
                 return func(*args)
             meta, real = _kinds((*args, *given.values()))
+            if name in MOVES and isinstance(args[0], Tensor) and args[0].is_meta:
+                if name in ("cpu", "cuda", "pin_memory"):
+                    return args[0]
+                args = [_to_meta(a) for a in args]
+                given = {k: _to_meta(v) for k, v in given.items()}
             if not real:
                 return self.forms.result(func, args, given)
             if meta:
@@ -133,6 +138,11 @@ def _kinds(values: Sequence[Any]) -> tuple[bool, bool]:
 
 def _is_meta_device(value: Any) -> bool:
     return isinstance(value, (torch.device, str)) and str(value) == "meta"
+
+
+def _to_meta(value: Any) -> Any:
+    """The argument of a move, so that what has no values stays where it is."""
+    return torch.device("meta") if is_device(value) else value
 
 
 def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -43,9 +43,9 @@ def check(cls: str, model_type: str, say: Callable[[str], None] = lambda what: N
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, inputs, how = _built(cls, model_type)
+            model, inputs, how = built(cls, model_type)
     except Exception as error:
-        return {**row, "outcome": "baseline", "why": portable(str(error))[:600], "seconds": _since(began)}
+        return {**row, "outcome": "baseline", "why": portable(str(error))[:600], "seconds": since(began)}
     dtype = next(p.dtype for p in model.parameters())
     row |= {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -53,7 +53,7 @@ def check(cls: str, model_type: str, say: Callable[[str], None] = lambda what: N
         "built": how,
         "inputs": {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)},
     }
-    masked, why_not = _masked(model, inputs)
+    masked, why_not = with_padding(model, inputs)
     for tp in DEGREES:
         row[f"tp{tp}"] = degree = _at(
             model, inputs, masked, tp, functools.partial(_prefixed, say, f"tp={tp}: ")
@@ -61,7 +61,7 @@ def check(cls: str, model_type: str, say: Callable[[str], None] = lambda what: N
         if why_not and degree["outcome"] in ("ok", "partly"):
             degree["padded"] = why_not
     worst = max((row[f"tp{tp}"] for tp in DEGREES), key=lambda d: ORDER.index(d["outcome"]))
-    row |= {"outcome": worst["outcome"], "why": worst.get("why", ""), "seconds": _since(began)}
+    row |= {"outcome": worst["outcome"], "why": worst.get("why", ""), "seconds": since(began)}
     return row
 
 
@@ -77,11 +77,11 @@ def _prefixed(say: Callable[[str], None], prefix: str, what: str) -> None:
 ORDER = ("ok", "partly", "baseline", "refused", "slow", "crash", "hang", "wrong")  # from good to bad
 
 
-def _since(began: float) -> float:
+def since(began: float) -> float:
     return round(time.monotonic() - began, 1)
 
 
-def _built(cls: str, model_type: str) -> tuple[nn.Module, Row, str]:
+def built(cls: str, model_type: str) -> tuple[nn.Module, Row, str]:
     """The first way to build the class that gives a model whose forward gives finite numbers, the same
     twice."""
     failed: dict[str, str] = {}
@@ -109,7 +109,7 @@ def _outputs(model: nn.Module, inputs: Row) -> list[torch.Tensor]:
         return [t for t in tensors(model(**inputs)) if t.is_floating_point()]
 
 
-def _masked(model: nn.Module, inputs: Row) -> tuple[Row | None, str]:
+def with_padding(model: nn.Module, inputs: Row) -> tuple[Row | None, str]:
     """The inputs with the first row padded, on the left where the model itself can; else why there are
     none."""
     import inspect
@@ -139,7 +139,7 @@ def _at(model: nn.Module, inputs: Row, masked: Row | None, tp: int, say: Callabl
     try:
         report = _verified(model, inputs, tp, progress)
     except Exception as error:
-        return {**_failure(error, phase[0]), "seconds": _since(began)}
+        return {**failure(error, phase[0]), "seconds": since(began)}
     plan = report.plan
     errors = {c.name: float(f"{c.error:.2g}") for c in report.checks}
     wrong = [f"{c.name}: {c.error:.1e} (limit {c.limit:.0e}) {c.detail}" for c in report.checks if not c.ok]
@@ -149,7 +149,7 @@ def _at(model: nn.Module, inputs: Row, masked: Row | None, tp: int, say: Callabl
             worst, limit = _padded(model, masked, plan)
         except Exception as caught:
             return {
-                **_failure(caught, "running padded"),
+                **failure(caught, "running padded"),
                 "captured": True,
                 "sharded": round(plan.sharded_fraction, 4),
             }
@@ -163,7 +163,7 @@ def _at(model: nn.Module, inputs: Row, masked: Row | None, tp: int, say: Callabl
         found |= {"outcome": "partly", "why": _reasons(plan)}
     else:
         found["outcome"] = "ok"
-    return {**found, "seconds": _since(began)}
+    return {**found, "seconds": since(began)}
 
 
 def _verified(model: nn.Module, inputs: Row, tp: int, progress: Callable[[str], None]) -> Any:
@@ -215,7 +215,7 @@ def _padded(model: nn.Module, masked: Row, plan: Plan) -> tuple[float, float]:
     return max(errors), TOLERANCE.get(getattr(torch, plan.precision), 1e-5)
 
 
-def _failure(error: BaseException, phase: str) -> Row:
+def failure(error: BaseException, phase: str) -> Row:
     """refused: autotp's own error before any rank ran a forward. A model that does not generate or train is
     no fault."""
     if phase == "running the whole model":

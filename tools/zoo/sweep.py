@@ -2,6 +2,7 @@
 
 Resumes where it stopped: rows are JSON lines in `results/TASK.jsonl`, one for each class. Each class runs in
 a process of its own with a limit of time and memory, two at a time. `--again wrong` runs those rows again.
+`--stages` runs them in pipeline stages instead; the rows are in `results/pp-TASK.jsonl`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import tiny
 from .check import check, portable
+from .stages import check_stages
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEMORY = 12 << 30  # bytes of address space
+STAGES = "pp-"  # before a task's name: its rows in stages
 
 
 def rows_of(task: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -74,14 +77,15 @@ class Running:
         return path.read_text() if path.exists() else "starting"
 
 
-def _child(cls: str, model_type: str, folder: str, limit: float) -> None:
+def _child(task: str, cls: str, model_type: str, folder: str, limit: float) -> None:
     """Runs in the forked process: the row goes to a file, all output nowhere."""
     with open(f"{folder}/log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         faulthandler.dump_traceback_later(limit, exit=True, file=log)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        row = check(cls, model_type, lambda stage: _write(f"{folder}/stage", stage))
+        checked = check_stages if task.startswith(STAGES) else check
+        row = checked(cls, model_type, lambda stage: _write(f"{folder}/stage", stage))
         _write(f"{folder}/row", json.dumps(row))
         os._exit(0)  # no destructors of half the libraries in the world
 
@@ -102,7 +106,7 @@ def _finished(job: Running, limit: float) -> dict[str, Any]:
         f"not done after {limit:.0f} s, at {' < '.join(where[:3])}" if late else portable(log)[-400:]
     )
     late_outcome = "hang" if time.monotonic() - job.busy > 20 else "slow"
-    ran = stage.startswith("tp=")
+    ran = ": " in stage
     outcome = "baseline" if not ran else late_outcome if late else "crash"
     return {
         "class": job.cls, "model_type": job.model_type, "outcome": outcome, "why": why,
@@ -125,7 +129,8 @@ def sweep(todo: list[tuple[str, str, str]], jobs: int, limit: float, console: Co
             while waiting and len(running) < jobs:
                 task, cls, model_type = waiting.pop(0)
                 folder = Path(tempfile.mkdtemp(prefix="zoo-"))
-                process = fork.Process(target=_child, args=(cls, model_type, str(folder), limit), daemon=True)
+                args = (task, cls, model_type, str(folder), limit)
+                process = fork.Process(target=_child, args=args, daemon=True)
                 process.start()
                 running.append(Running(task, cls, model_type, process, folder, time.monotonic()))
             time.sleep(0.1)
@@ -157,11 +162,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", default="", help="do rows with these outcomes again, comma separated")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=180, help="seconds for one class")
+    parser.add_argument("--stages", action="store_true", help="in pipeline stages")
     given = parser.parse_args(arguments)
+    prefix = STAGES if given.stages else ""
     only, again = set(filter(None, given.only.split(","))), set(filter(None, given.again.split(",")))
     todo, seen = [], set()
     for task in tiny.TASKS:
-        rows = rows_of(task)
+        rows = rows_of(prefix + task)
         for cls, model_type in tiny.archs(task):
             if cls in seen:
                 continue  # a class of several mappings is in the table of the first
@@ -170,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             known = rows.get(cls)
             if cls in only if only else (known is None or known["outcome"] in again):
-                todo.append((task, cls, model_type))
+                todo.append((prefix + task, cls, model_type))
     sweep(todo, given.jobs, given.limit, Console())
     return 0
 
