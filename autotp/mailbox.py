@@ -69,18 +69,8 @@ class Mailbox:
     @classmethod
     def open(cls, comm: Comm, timeout: float) -> Mailbox | None:
         """For the ranks of `comm`, which all call this; None for all where they are not on one machine."""
-        memory, path = None, ""
-        if comm.rank == 0 and available():
-            path, memory = _create(cls.length(comm.size))
-        told = comm.exchange((path, os.getpid()))
-        path, pids = told[0][0], [pid for _, pid in told]
-        if comm.rank and path and available():
-            memory = _map(Path(path), cls.length(comm.size))
-        alive = memory is not None and all(_lives(pid) for pid in pids)
-        together = all(comm.exchange(alive))
-        if comm.rank == 0 and path:
-            Path(path).unlink(missing_ok=True)
-        return cls(memory, comm.rank, pids, timeout) if together and memory is not None else None
+        shared = share(comm, cls.length(comm.size))
+        return cls(shared[0], comm.rank, shared[1], timeout) if shared else None
 
     def all_reduce(self, x: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """x: contiguous, on the CPU. combine: torch.add, maximum or minimum. The ranks are taken in order, so
@@ -144,30 +134,68 @@ class Mailbox:
 
     def _wait(self, peer: int) -> None:
         counts, at, turn = self._counts, peer * (_LINE // 8), self._turn
-        for _ in range(_SPINS):
-            if counts[at] >= turn:
-                return
-        start = time.monotonic()
-        asked = start
+        waiting = Waiting(self.timeout)
         while counts[at] < turn:
-            now = time.monotonic()
-            if now - start < _PATIENCE:
-                os.sched_yield()
-                continue
-            time.sleep(5e-5)
-            if now - asked > _ASK:
-                asked = now
-                # It may have counted up and ended since.
-                if not _lives(self.pids[peer]) and counts[at] < turn:
-                    raise RankError(f"rank {peer} of {self.size} has ended while rank {self.rank} waited for "
-                                    "it in a collective: what it printed says why.")
-                if now - start > self.timeout:
-                    raise RankError(f"rank {self.rank} waited {self.timeout:.0f} s for rank {peer} of "
-                                    f"{self.size} in a collective that it has not come to: the ranks took "
-                                    "different ways.")
+            # A rank may have counted up and ended since.
+            if waiting.pause() and not lives(self.pids[peer]) and counts[at] < turn:
+                raise RankError(f"rank {peer} of {self.size} has ended while rank {self.rank} waited for "
+                                "it in a collective: what it printed says why.")
+            if waiting.over:
+                raise RankError(f"rank {self.rank} waited {self.timeout:.0f} s for rank {peer} of "
+                                f"{self.size} in a collective that it has not come to: the ranks took "
+                                "different ways.")
 
     def __reduce__(self) -> Any:
         raise TypeError("a Mailbox belongs to running processes and can't be copied or pickled")
+
+
+class Waiting:
+    """For a loop that looks whether another process has written: how long each look waits for the next.
+
+    timeout: seconds until `over`. yielding: seconds in which it sleeps for as short as can be.
+    """
+
+    __slots__ = ("_asked", "_spins", "_start", "over", "timeout", "yielding")
+
+    def __init__(self, timeout: float, yielding: float = _PATIENCE) -> None:
+        self.timeout, self.yielding, self.over, self._spins = timeout, yielding, False, 0
+
+    def pause(self) -> bool:
+        """Wait a moment: none, then as little as gives way to others, then 50 µs. True about once a second:
+        time to ask whether the others live."""
+        if self._spins < _SPINS:
+            self._spins += 1
+            return False
+        now = time.monotonic()
+        if self._spins == _SPINS:
+            self._spins += 1
+            self._start = self._asked = now
+        if now - self._start < self.yielding:
+            os.sched_yield()
+            return False
+        time.sleep(5e-5)
+        if now - self._asked <= _ASK:
+            return False
+        self._asked = now
+        self.over = now - self._start > self.timeout
+        return True
+
+
+def share(comm: Comm, length: int) -> tuple[mmap.mmap, list[int]] | None:
+    """`length` bytes of zeros that the ranks of `comm` share, and their processes. All ranks call this; None
+    for all where they are not on one machine, or it has no such memory."""
+    memory, path = None, ""
+    if comm.rank == 0 and available():
+        path, memory = _create(length)
+    told = comm.exchange((path, os.getpid()))
+    path, pids = told[0][0], [pid for _, pid in told]
+    if comm.rank and path and available():
+        memory = _map(Path(path), length)
+    alive = memory is not None and all(lives(pid) for pid in pids)
+    together = all(comm.exchange(alive))
+    if comm.rank == 0 and path:
+        Path(path).unlink(missing_ok=True)
+    return (memory, pids) if together and memory is not None else None
 
 
 @functools.cache
@@ -201,7 +229,7 @@ def _map(path: Path, length: int) -> mmap.mmap | None:
         return None
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """Whether there is such a process here, and not only its exit status waiting to be read."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ import autotp
 from autotp.comm import Comm, simulate
 from autotp.errors import AbsentError, AutotpError, PlanError, RankError
 from autotp.mesh import Mesh
-from autotp.pipeline.absent import Absent, Home, Origin, QuietComm, absent
+from autotp.nested import map_tensors
+from autotp.pipeline.absent import Absent, Home, Origin, QuietComm, absent, on_meta
 from autotp.pipeline.stub import Stub
 from autotp.resume import save_training
 from autotp.verify import relative_error
@@ -174,6 +176,45 @@ def test_a_unit_may_move_its_own_tensors_to_where_known_ones_lie():
         half, rows = Stub("moves", model.forward).run((torch.tensor([0, 2]),), {}, origin)
         assert isinstance(half, Absent) and half.dtype == torch.float16
         assert isinstance(rows, Absent) and rows.shape == (2, 3)
+
+
+def test_what_a_unit_puts_into_a_container_is_there_afterwards():
+    def forward(x, shared, row, *, seen):
+        shared["new"] = (x * 2, shared["old"])
+        del shared["gone"]
+        row.append(x)
+        seen["inner"]["x"] = x + 1
+        return x
+
+    origin = Origin("keeps", 1, Home(torch.device("cpu"), (0,)))
+    x, old = torch.ones(3), torch.zeros(2)
+    shared, row = UserDict(old=old, gone=old), [old]
+    seen = {"inner": {"x": old}, "same": old}
+    assert Stub("keeps", forward).run((x, shared, row), {"seen": seen}, origin) is x
+    assert isinstance(shared["new"][0], Absent) and shared["new"][1] is old and shared["old"] is old
+    assert "gone" not in shared and row[0] is old and row[1] is x
+    assert isinstance(seen["inner"]["x"], Absent) and seen["same"] is old
+
+
+def test_forms_by_rule_are_those_of_real_tensors():
+    def both(function, *args, **kwargs):
+        real = function(*args, **kwargs)
+        hollow, named = map_tensors(args, on_meta), map_tensors(kwargs, on_meta)
+        for _ in range(2):
+            form = Stub("f", function).run(hollow, named, Origin("f", 1, Home(torch.device("cpu"), (0,))))
+            assert (form.shape, form.dtype) == (real.shape, real.dtype)
+
+    keys = torch.randn(2, 4, 5, 8)
+    both(torch.cat, [keys, keys[:, :, :1], keys], dim=-2)
+    both(torch.cat, (keys, keys.half()), 1)
+    both(torch.cat, [keys.transpose(1, 2), keys.transpose(1, 2)])
+    both(torch.cat, [torch.randn(0), torch.randn(3)])
+    attention = nn.functional.scaled_dot_product_attention
+    both(attention, keys[:, :, :1], keys, keys[..., :3], is_causal=True)
+    both(attention, torch.randn(2, 8, 3, 8), keys, keys, enable_gqa=True)
+    both(attention, keys[:1], keys, keys)
+    offsets = torch.tensor([2, 5], dtype=torch.int32)
+    both(nn.functional.grouped_mm, torch.randn(5, 16), torch.randn(2, 16, 8), offs=offsets)
 
 
 def test_other_stages_weights_and_caches_take_no_memory():

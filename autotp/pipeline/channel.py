@@ -20,10 +20,13 @@ from torch import Tensor
 
 from ..comm import Comm, ProcessComm, ThreadComm
 from ..errors import RankError
+from ..mailbox import Waiting, lives
+from .rings import Rings
 
 PATIENCE = 300.0  # seconds a stage waits for another
+_YIELDING = 2e-4  # seconds: a stage computes for longer, and may share its cores with the waiting one
 _TAG = 7920  # a caller's own messages in the group stay apart
-_DATA, _FAILED = 0, 1
+_DATA, _FAILED, _APART = 0, 1, 2  # what a message is; apart: a head whose data comes through the group
 _HEAD = 32  # bytes: turn, kind, number of the message, bytes of the tensor
 
 
@@ -84,8 +87,9 @@ class Channel(ABC):
 class ProcessChannel(Channel):
     """Over a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
-    On GPUs messages carry nothing but the tensor: the news of a failure stays in the store, where a rank that
-    has waited too long finds it.
+    Tensors on the CPU of ranks on one machine go through memory that they share (`rings.py`), large ones by
+    their heads alone. On GPUs messages carry nothing but the tensor: the news of a failure stays in the
+    store, where a rank that has waited too long finds it.
     """
 
     def __init__(self, comm: ProcessComm) -> None:
@@ -98,14 +102,21 @@ class ProcessChannel(Channel):
         self._store = dist.PrefixStore(
             f"autotp/stages/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store()
         )
+        self._rings = Rings.open(comm) if gloo else None
         self.begin()
 
     def send(self, x: Tensor, to: int) -> None:
-        if x.device.type == "cpu":
-            x = self._packed(_DATA, self._sent[to], x.detach().contiguous())
-        else:
-            x = x.detach().contiguous()
+        number, x = self._sent[to], x.detach().contiguous()
         self._sent[to] += 1
+        if x.device.type == "cpu" and self._rings is not None:
+            fits = x.nbytes <= self._rings.room
+            kind = _DATA if fits else _APART
+            self._rings.put(to, (self.turn, kind, number, x.nbytes), x if fits else None)
+            if fits:
+                return
+            x = x.clone()                        # the model may change it
+        elif x.device.type == "cpu":
+            x = self._packed(_DATA, number, x)
         self._pending.append((dist.isend(x, group=self.comm.group, group_dst=to, tag=_TAG), x))
 
     def _packed(self, kind: int, number: int, x: Tensor) -> Tensor:
@@ -123,6 +134,10 @@ class ProcessChannel(Channel):
             self._wait(out, source)
             return out
         nbytes = like.numel() * like.element_size()
+        if self._rings is not None:
+            out = torch.empty(shape, dtype=dtype)
+            self._fetch(self._rings, source, number, out)
+            return out
         message = torch.empty(_HEAD + nbytes, dtype=torch.uint8)
         while True:
             self._wait(message, source)
@@ -131,13 +146,45 @@ class ProcessChannel(Channel):
                 continue
             if kind == _FAILED:
                 raise StageError(self._told(source, turn) or f"pp rank {source} failed.")
-            if (turn, sent, size) != (self.turn, number, nbytes):
-                raise RankError(
-                    f"stages out of step: pp rank {self.rank} expects message {number} of call {self.turn}, "
-                    f"{nbytes} bytes, from pp rank {source}, and got message {sent} of call {turn}, {size} "
-                    "bytes. Every rank must make the same calls with the same inputs."
-                )
+            self._check(source, (turn, sent, size), number, nbytes)
             return message[_HEAD:].view(dtype).view(shape)
+
+    def _fetch(self, rings: Rings, source: int, number: int, out: Tensor) -> None:
+        """A message of a rank on this machine."""
+        while True:
+            turn, kind, sent, size = self._head(rings, source)
+            if turn >= self.turn:
+                break
+            rings.take(source, None)             # of a call that this rank has given up
+            if kind == _APART:
+                self._wait(torch.empty(size, dtype=torch.uint8), source)
+        if turn > self.turn and (told := self._told(source, self.turn)):
+            raise StageError(told)               # it has given up this call, and gone on
+        self._check(source, (turn, sent, size), number, out.nbytes)
+        rings.take(source, None if kind == _APART else out)
+        if kind == _APART:
+            self._wait(out, source)
+
+    def _head(self, rings: Rings, source: int) -> tuple[int, int, int, int]:
+        waiting = Waiting(self.patience, _YIELDING)
+        while (head := rings.head(source)) is None:
+            rings.flush()
+            failed, ask = rings.failed(self.turn, source), waiting.pause()
+            if failed is not None and rings.head(source) is None:
+                raise StageError(self._told(source, self.turn) or f"pp rank {failed} failed.")
+            gone = ask and not lives(rings.pids[source]) and rings.head(source) is None
+            if gone or waiting.over:
+                raise RankError(f"pp rank {source} " + ("has ended: what it printed says why" if gone else
+                                f"sent nothing to pp rank {self.rank} within {self.patience:g} s"))
+        return head
+
+    def _check(self, source: int, got: tuple[int, int, int], number: int, nbytes: int) -> None:
+        if got != (self.turn, number, nbytes):
+            raise RankError(
+                f"stages out of step: pp rank {self.rank} expects message {number} of call {self.turn}, "
+                f"{nbytes} bytes, from pp rank {source}, and got message {got[1]} of call {got[0]}, {got[2]} "
+                "bytes. Every rank must make the same calls with the same inputs."
+            )
 
     def _wait(self, out: Tensor, source: int) -> None:
         try:
@@ -170,6 +217,9 @@ class ProcessChannel(Channel):
     def fail(self, text: str) -> None:
         try:
             self._store.set(f"{self.turn}/{self.rank}", text)
+            if self._rings is not None:
+                self._rings.fail(self.turn)
+                return
             news = self._packed(_FAILED, 0, torch.empty(0, dtype=torch.uint8))
             for peer in range(self.size):
                 if peer != self.rank and self.device.type == "cpu":
@@ -179,6 +229,13 @@ class ProcessChannel(Channel):
             pass
 
     def end(self) -> None:
+        waiting = Waiting(self.patience)
+        while self._rings is not None and not self._rings.flush():
+            waiting.pause()
+            if self._rings.failed(self.turn, self.rank) is not None or waiting.over:
+                told = self._told(self.rank, self.turn)
+                raise (StageError if told else RankError)(
+                    told or f"a message of pp rank {self.rank} was not taken within {self.patience:g} s")
         pending, self._pending = self._pending, []
         for work, _ in pending:
             try:

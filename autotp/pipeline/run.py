@@ -32,7 +32,7 @@ from ..nested import map_tensors
 from .absent import Absent, Home, Origin, is_missing
 from .channel import Channel, StageError
 from .stages import Stages
-from .stub import Stub
+from .stub import Forms, Stub
 
 Key = tuple[str, int, int]  # a unit call's path and number, and which tensor of its output
 
@@ -97,6 +97,7 @@ class Pipeline:
         self.mine = tuple(range(rank, stages.count, size))
         self.home = Home(device, self.mine)
         self.run: Run | None = None
+        self.forms = Forms()
         self.trains: Callable[[], bool] = lambda: True   # whether parameters want gradients
         self.lies: Callable[[], torch.device] = lambda: device     # where the tensors are now
         self._hops = hops(stages, rank, size)
@@ -349,7 +350,7 @@ class UnitForward:
 
     def __init__(self, path: str, forward: Callable[..., Any], pipeline: Pipeline) -> None:
         self.path, self.forward, self.pipeline = path, forward, pipeline
-        self.stub = Stub(path, forward)
+        self.stub = Stub(path, forward, pipeline.forms)
         self.__wrapped__ = forward               # what inspect.signature asks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

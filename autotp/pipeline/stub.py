@@ -6,7 +6,8 @@ updates grows by entries without memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -39,14 +40,17 @@ class Hollow(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if name == "__get__":
                 return func(*args)
-            meta, real = _kinds((*args, *given.values()))
             if name in MOVES and isinstance(args[0], Tensor) and args[0].is_meta:
                 if name in ("cpu", "cuda", "pin_memory"):
                     return args[0]
                 args = [_to_meta(a) for a in args]
                 given = {k: _to_meta(v) for k, v in given.items()}
+            known = self.forms.known(func, args, given)
+            if known is not None:
+                return known
+            meta, real = _kinds((*args, *given.values()))
             if not real:
-                return self.forms.result(func, args, given)
+                return self.forms.found(func, args, given)
             if meta:
                 return _converted(func, name, args, given)
             if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
@@ -63,24 +67,35 @@ class Forms:
     autocast, under which nothing is looked up.
     """
 
-    MOST = 512  # entries: a cache's operations have other shapes for each token
+    MOST = 1024  # entries: a cache's operations have other shapes for each token
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._never: set[Any] = set()  # functions that give anything else
+        self._key: Any = None  # of the call that `known` was asked for
 
-    def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives on meta tensors."""
-        if func in self._never or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    def known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What `func` gives, where that is known."""
+        self._key = None
+        if func in self._never or torch._C._is_any_autocast_enabled():
+            return None
+        parts: list[Any] = [func]
+        if not _describe(args, parts) or kwargs and not _describe((*kwargs, *kwargs.values()), parts):
+            return None
+        self._key = key = (torch.get_default_dtype(), *parts)
+        form = self._known.get(key)
+        return None if form is None else torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+
+    def found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run `func`, whose tensors are all on meta, and whose result is not known."""
+        key, self._key = self._key, None
+        if key is None:
             return func(*args, **kwargs)
-        parts: list[Any] = [func, torch.get_default_dtype()]
-        operands: list[Tensor] = []
-        if not _describe((*args, *kwargs, *kwargs.values()), parts, operands):
-            return func(*args, **kwargs)
-        key = tuple(parts)
-        known = self._known.get(key)
-        if known is not None:
-            return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+        quick = _QUICK.get(func)
+        form = quick(*args, **kwargs) if quick is not None else None
+        if form is not None:
+            return form
+        operands = list(_tensors((*args, *kwargs.values())))
         versions = [_changes(x) for x in operands]
         result = func(*args, **kwargs)
         if (
@@ -99,26 +114,82 @@ class Forms:
         return result
 
 
+def _joined(tensors: Any, dim: Any = 0, **other: Any) -> Tensor | None:
+    """What torch.cat gives, in the plain case: a cache's keys have another length for each token."""
+    first = tensors[0] if tensors else None
+    if first is None or not isinstance(dim, int) or other or not -first.dim() <= dim < first.dim():
+        return None
+    dim %= first.dim()
+    rest = (*first.shape[:dim], *first.shape[dim + 1 :])
+    for x in tensors:
+        if x.dtype != first.dtype or x.dim() != first.dim() or not x.is_contiguous():
+            return None
+        if (*x.shape[:dim], *x.shape[dim + 1 :]) != rest:
+            return None
+    shape = (*first.shape[:dim], sum(x.shape[dim] for x in tensors), *first.shape[dim + 1 :])
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def _attended(q: Any, k: Any, v: Any, *_: Any, **other: Any) -> Tensor | None:
+    """What attention gives, in the plain case."""
+    if q.dim() != 4 or k.dim() != 4 or q.dtype != v.dtype or not q.shape[0] == k.shape[0] == v.shape[0]:
+        return None
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        return None
+    if q.shape[1] != k.shape[1] and not (other.get("enable_gqa") and q.shape[1] % k.shape[1] == 0):
+        return None
+    return torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device="meta")
+
+
+def _grouped(rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """What rows times the matrix of their group give: the shape function knows of bfloat16 alone."""
+    if rows.dim() != 2 or weights.dim() != 3 or rows.shape[1] != weights.shape[1]:
+        return None
+    dtype = out_dtype or rows.dtype
+    return torch.empty(rows.shape[0], weights.shape[2], dtype=dtype, device="meta")
+
+
+_QUICK: dict[Any, Callable[..., Tensor | None]] = {
+    torch.cat: _joined,
+    torch.nn.functional.scaled_dot_product_attention: _attended,
+    getattr(torch, "_grouped_mm", None): _grouped,
+}
+"""Forms by rule, of what would be another one for each token: their shape functions are slow."""
+
+
 def _changes(tensor: Tensor) -> int:
     """How often a tensor was changed in place, where that is counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _describe(values: Sequence[Any], parts: list[Any], operands: list[Tensor]) -> bool:
+def _describe(values: Sequence[Any], parts: list[Any]) -> bool:
     """Add to `parts` all that a result's form can follow from; False where there is something else."""
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind in _PLAIN:
+            parts += (kind, value)
+        elif isinstance(value, Tensor):
+            if not value.is_meta:
+                return False
             parts += (value.shape, value.stride(), value.dtype)
-            operands.append(value)
-        elif value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            parts += (type(value), value)
-        elif type(value) in (tuple, list, torch.Size):
+        elif kind is tuple or kind is list or kind is torch.Size:
             parts.append(len(value))
-            if not _describe(value, parts, operands):
+            if not _describe(value, parts):
                 return False
         else:
             return False
     return True
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _kinds(values: Sequence[Any]) -> tuple[bool, bool]:
@@ -163,11 +234,12 @@ def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class Stub:
-    """The forward of a unit that this rank does not own. path: of its module. forward: the unit's own."""
+    """The forward of a unit that this rank does not own. path: of its module. forward: the unit's own.
+    forms: alike layers share them."""
 
-    def __init__(self, path: str, forward: Callable[..., Any]) -> None:
+    def __init__(self, path: str, forward: Callable[..., Any], forms: Forms | None = None) -> None:
         self.path, self.forward = path, forward
-        self.forms = Forms()
+        self.forms = forms if forms is not None else Forms()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """The unit's output, with Absents for tensors; arguments that it gives on are given on.
@@ -192,7 +264,18 @@ class Stub:
                 return arguments[id(tensor)]
             return absent(tensor, origin) if tensor.is_meta else tensor
 
-        args, kwargs = map_tensors(args, hollow), map_tensors(kwargs, hollow)
+        containers: list[tuple[Any, Any, Any]] = []  # as they were given, as the forward sees them, before it
+
+        def see(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return hollow(value)
+            seen = map_parts(value, see)
+            if isinstance(value, (MutableMapping, list)):
+                seen = copy.copy(value) if seen is value else seen
+                containers.append((value, seen, copy.copy(seen)))
+            return seen
+
+        args, kwargs = tuple(map(see, args)), {name: see(value) for name, value in kwargs.items()}
         try:
             with torch.no_grad(), Hollow(self.forms):
                 result = self.forward(*args, **kwargs)
@@ -211,4 +294,18 @@ class Stub:
                 f"{self.path} runs on stage {origin.stage} and changes an argument in place: here it would "
                 "keep its old value. Cut the model elsewhere (`stages=`), or let the module give a new one."
             ).at(self.path)
+        for own, seen, before in containers:     # what the forward put into them
+            _catch_up(own, seen, before, lambda value: map_tensors(value, wrap))
         return map_tensors(result, wrap)
+
+
+def _catch_up(own: Any, seen: Any, before: Any, wrap: Callable[[Any], Any]) -> None:
+    """Change the mapping or list `own` as `seen`, which was `before`, has been changed."""
+    if isinstance(own, MutableMapping):
+        for key in before.keys() - seen.keys():
+            del own[key]
+        for key, value in seen.items():
+            if key not in before or before[key] is not value:
+                own[key] = wrap(value)
+    elif len(seen) != len(before) or any(a is not b for a, b in zip(seen, before, strict=True)):
+        own[:] = [wrap(value) for value in seen]

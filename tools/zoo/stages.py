@@ -27,6 +27,7 @@ from .check import ORDER, Row, built, failure, portable, since, with_padding
 
 MESHES = {"pp2": (1, 2), "tp2pp2": (2, 2)}  # how a row calls it: tp, pp
 TOKENS = 4
+NOT_GENERATED_WITH = ("decoder_input_ids", "encoder_hidden_states", "use_cache", "labels")
 
 
 def check_stages(cls: str, model_type: str, say: Callable[[str], None] = lambda what: None) -> Row:
@@ -72,7 +73,7 @@ def outcomes(model: nn.Module, inputs: Row, padded: Row | None, generates: bool)
 
 
 def _tokens(model: Any, inputs: Row) -> torch.Tensor:
-    given = {k: v for k, v in inputs.items() if k not in ("decoder_input_ids", "use_cache", "labels")}
+    given = {k: v for k, v in inputs.items() if k not in NOT_GENERATED_WITH}
     return model.generate(**given, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
 
 
