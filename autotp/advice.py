@@ -6,6 +6,14 @@ Reasons are sentences for people, made where the doubt arises. Here each kind is
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING
+
+from .errors import PlanError
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 A_RULE = "a rule for the operation, one line: `autotp.rule(function)` (docs/architecture.md)"
 THE_HOOK = "the hook put on after parallelize, or on a value that stays whole"
 A_POLICY_LINE = "another line in the policy"
@@ -46,4 +54,33 @@ def advice(why: str) -> str:
     return next((help for words, help in HELP if words in why), NEEDED_WHOLE)
 
 
-__all__ = ["HELP", "NEEDED_WHOLE", "advice"]
+def warn_unexamined(result: Plan) -> None:
+    """Say which ways through the model's code nobody has looked at."""
+    if result.unexamined:
+        lines = "\n".join(f"  {way}" for way in result.unexamined)
+        warnings.warn(
+            f"What {result.model} does in some cases is not examined, and may be wrong when it is split "
+            f"(keep the modules whole that do something else then):\n{lines}",
+            stacklevel=3,
+        )
+
+
+def warn_replicated(result: Plan, strict: bool) -> None:
+    """Say which weights of the blocks stay whole, and why; an error under `strict`."""
+    kept = {n: why for n, why in result.kept.items() if result.params[n].block}
+    if not kept:
+        return
+    lines = [f"  {name}: {why}" for name, why in kept.items()]
+    text = f"{len(kept)} block weights of {result.model} stay whole on every rank:\n" + "\n".join(lines[:12])
+    if len(lines) > 12:
+        text += f"\n  … and {len(lines) - 12} more (print the plan)"
+    helps = [advice(part) for why in kept.values() for part in why.split("; axis of ")]
+    useful = [line for line in dict.fromkeys(helps) if not line.startswith("nothing")]
+    if useful:
+        text += "\nWhat would help: " + "; or ".join(useful[:3])
+    if strict:
+        raise PlanError(text + "\nPass strict=False to run with them replicated.")
+    warnings.warn(text, stacklevel=3)
+
+
+__all__ = ["HELP", "NEEDED_WHOLE", "advice", "warn_replicated", "warn_unexamined"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .advice import warn_replicated, warn_unexamined
 from .comm import Comm, ThreadComm, agree
 from .data_parallel import keep_copies_alike
 from .degrees import Degree, chosen
@@ -19,7 +20,7 @@ from .pipeline.channel import channel
 from .pipeline.install import install
 from .pipeline.units import find_units
 from .plan import Plan
-from .planner import plan_and_analysis, warn_replicated, warn_unexamined
+from .planner import plan_and_analysis
 from .rewrite import rewrite
 from .rules import OwnRules
 from .same import SameBatch, same_weights

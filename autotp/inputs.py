@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import CaptureError
-from .skeleton import clone, fake_like
+from .modalities import better_inputs, elements_reached, pair, with_modalities
 
 _BATCHES = (2, 3, 5, 7)
 _LENGTHS = (12, 10, 14, 18, 22, 11, 13)
@@ -35,7 +35,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     `nn.Linear`. Raises CaptureError, with the signature, for any other.
     """
     parameters = inspect.signature(model.forward).parameters
-    make = _Maker(model)
+    make = Maker(model)
     inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", "input_ids")
     if "input_ids" in parameters and (main == "input_ids" or make.has_text):
@@ -45,8 +45,6 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
             name == main or not inputs or (name == "pixel_values" and make.pairs_images)
         ):
             inputs[name] = getattr(make, name)()
-    if "input_ids" in inputs and "pixel_values" in parameters and "pixel_values" not in inputs:
-        inputs.update(make.text_with_image() or {})
     if "decoder_input_ids" in parameters and make.get("is_encoder_decoder", False):
         inputs["decoder_input_ids"] = make.ids(make.target_length)
     if not inputs:
@@ -63,7 +61,23 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
         raise _unserved(model)
     if "use_cache" in parameters:
         inputs["use_cache"] = False
-    return inputs
+    return inputs if make.config is None else with_modalities(model, inputs, make)
+
+
+def improved(model: nn.Module, inputs: dict[str, Any], reached: int) -> dict[str, Any]:
+    """Inputs of other forms, or with further arguments, that the model can be recorded with and that reach
+    more than `reached` elements of its weights (-1: `inputs` can't be recorded); `inputs` if there are none.
+    """
+    make = Maker(model)
+    return inputs if make.config is None else better_inputs(model, inputs, make, reached)
+
+
+def best_inputs(model: nn.Module) -> dict[str, Any]:
+    """`example_inputs`, improved where that is possible: what a plan is made on when none are given."""
+    inputs = example_inputs(model)
+    reached = elements_reached(model, inputs)
+    everything = sum(p.numel() for p in model.parameters())
+    return inputs if reached == everything else improved(model, inputs, reached)
 
 
 def bind_inputs(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def bind_inputs(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | to
     return named
 
 
-class _Maker:
+class Maker:
     """Makes the single inputs, with sizes that suit one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -149,35 +163,17 @@ class _Maker:
         low = min(10, high // 2)
         return torch.randint(low, high, (self.batch, length), generator=self.generator)
 
-    def text_with_image(self) -> dict[str, Any] | None:
-        """Token ids in which the features of one image have their places, and the image; None where the model
-        makes features of more than pixels."""
-        token = next(
-            (t for t in self._settings("image_token_id", "image_token_index") if isinstance(t, int)), None
-        )
-        make_features = getattr(self.model, "get_image_features", None)
-        if token is None or make_features is None:
-            return None
-        pixels = self.pixel_values()
-        try:
-            places = _features_per_image(self.model, pixels)
-            ids = self.ids(places + self.length)
-            ids[:, 1 : 1 + places] = token
-            return {"input_ids": ids, "pixel_values": pixels}
-        except Exception:  # sizes of crops, grids, masks of patches: each model has its own
-            return None
-
     def floats(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.batch, *shape, generator=self.generator).to(self.dtype)
 
     def pixel_values(self) -> torch.Tensor:
-        image = (self.get("num_channels", 3), *_pair(self.get("image_size", 32)))
+        image = (self.get("num_channels", 3), *pair(self.get("image_size", 32)))
         frames = self.get("num_frames", None)
         return self.floats(*image) if frames is None else self.floats(frames, *image)
 
     def pixel_values_videos(self) -> torch.Tensor:
         return self.floats(
-            self.get("num_frames", 4), self.get("num_channels", 3), *_pair(self.get("image_size", 32))
+            self.get("num_frames", 4), self.get("num_channels", 3), *pair(self.get("image_size", 32))
         )
 
     def input_features(self) -> torch.Tensor:
@@ -199,17 +195,7 @@ class _Maker:
         return self.floats(frames)
 
 
-def _features_per_image(model: nn.Module, pixels: torch.Tensor) -> int:
-    """How many tokens an image stands for: found out on fake tensors, nothing is computed."""
-    fake = clone(model)
-    with fake.mode, torch.no_grad():
-        given = fake.module.get_image_features(pixel_values=fake_like(pixels, fake.mode))  # type: ignore[operator]
-    features = getattr(given, "pooler_output", given)
-    parts = features if isinstance(features, (tuple, list)) else [features]
-    return sum(part.shape[:-1].numel() for part in parts) // pixels.shape[0]
-
-
-def _single_tensor(model: nn.Module, parameters: Mapping[str, Any], make: _Maker) -> dict[str, Any]:
+def _single_tensor(model: nn.Module, parameters: Mapping[str, Any], make: Maker) -> dict[str, Any]:
     """The input of a module that takes one tensor, told by the first layer that has parameters."""
     required = [
         name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
@@ -237,8 +223,3 @@ def _unserved(model: nn.Module) -> CaptureError:
 
 def _first_free(candidates: Sequence[int], taken: set[int]) -> int:
     return next((n for n in candidates if n not in taken), candidates[0])
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return int(height), int(width)

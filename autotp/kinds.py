@@ -51,6 +51,9 @@ def parallel_kind(index: GraphIndex, choice: Choice, node: fx.Node) -> str | Non
     }
     if not any(own.values()):
         return "other" if kind == "group norm" else None  # its number of groups must become local
+    if kind == "attention":  # its heads are split, not what its last projection gives
+        out = index.axes.params[index.module_params[node]["out_proj.weight"]][0]
+        return "other" if own["out_proj.weight"] & set(leaves(out)) else kind
     if kind not in ("linear", "embedding", "conv", "group norm"):
         return kind
     weight = index.axes.params[index.module_params[node]["weight"]]

@@ -22,6 +22,7 @@ from .ints import plain
 from .kinds import parallel_kind
 from .layouts import ParamLayout
 from .local import dim_layout
+from .modalities import arguments_left_out
 from .outputs import seen_from_outside
 from .place import Arrow
 from .plan import Collective, LayerPlan, LocalArgument, LocalInt, ParamPlan, Plan, Region, SliceDim
@@ -201,7 +202,9 @@ def _why_sharded(index: GraphIndex, choice: Choice, name: str) -> str:
 
 def _why_kept(index: GraphIndex, choice: Choice, name: str) -> str:
     if name not in index.used_params:
-        return "nothing in the captured run uses it; pass example_inputs that do"
+        others = arguments_left_out(index.captured)
+        told = f" (forward also takes {', '.join(others)})" if others else ""
+        return f"nothing in the captured run uses it; pass example_inputs that do{told}"
     reasons = [
         f"axis of {a.size}: {choice.rejected[a]}"
         for a in index.param_leaves.get(name, ())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .advice import advice
 from .alone import split_alone_in
 from .axes import Axis, leaves
 from .capture import CapturedGraph, collected_later, record
@@ -28,10 +26,11 @@ from .experts import Experts, exchanges, find_experts, set_apart
 from .flow import Flow
 from .foreign import Hooked, doubts, hooks_of
 from .graph import GraphIndex, describe
-from .inputs import bind_inputs
+from .inputs import bind_inputs, improved
 from .inputs import example_inputs as make_inputs
 from .kinds import layer_kind, parallel_kind
 from .lowering import to_plan
+from .modalities import elements_used
 from .outputs import unasked
 from .pipeline.cut import cut
 from .pipeline.stages import Stages
@@ -248,9 +247,8 @@ def plan_and_analysis(
     # What trains may change, and inputs may come with gradients: the plan is right for all of it.
     for p in quiet.parameters():
         p.requires_grad_(p.is_floating_point() or p.is_complex())
-    inputs = {k: _with_gradient(v) for k, v in inputs.items()}
     hooked = hooks_of(model)
-    found = _analyse_masked(quiet, tp, inputs, load(policy), hooked, rules)
+    found = _analyse_fully(quiet, tp, inputs, load(policy), hooked, rules, given=example_inputs is not None)
     staged = _staged(found, pp, stages)
     refused: dict[Axis, str] = {}
     if ep > 1:
@@ -319,6 +317,30 @@ def _check_ways(
     return ways.unseen
 
 
+def _analyse_fully(
+    model: nn.Module,
+    tp: int,
+    inputs: dict[str, Any],
+    policy: Policy,
+    hooked: Hooked,
+    rules: OwnRules,
+    given: bool,
+) -> Analysis:
+    """`_analyse_masked`; with other inputs, unless they were `given`, where the model can't be recorded with
+    these or they leave weights unused."""
+    try:
+        found = _analyse_masked(model, tp, inputs, policy, hooked, rules)
+        reached = elements_used(found.captured)
+    except CaptureError:
+        better = inputs if given else improved(model, inputs, -1)
+        if better is inputs:
+            raise
+        return _analyse_masked(model, tp, better, policy, hooked, rules)
+    whole = sum(p.numel() for p in model.parameters())
+    better = inputs if given or reached == whole else improved(model, inputs, reached)
+    return found if better is inputs else _analyse_masked(model, tp, better, policy, hooked, rules)
+
+
 def _analyse_masked(
     model: nn.Module, tp: int, inputs: dict[str, Any], policy: Policy, hooked: Hooked, rules: OwnRules
 ) -> Analysis:
@@ -327,6 +349,7 @@ def _analyse_masked(
     Attention without a mask may leave out what attention with one does (repeat the key heads, as often as an
     attribute says); what runs with a mask runs without.
     """
+    inputs = {k: _with_gradient(v) for k, v in inputs.items()}
     ids = inputs.get("input_ids")
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
     has_mask = inputs.get("attention_mask") is not None
@@ -354,41 +377,10 @@ def given_inputs(model: nn.Module, given: Any) -> dict[str, Any]:
     return make_inputs(model) if given is None else bind_inputs(model, given)
 
 
-def warn_unexamined(result: Plan) -> None:
-    """Say which ways through the model's code nobody has looked at."""
-    if result.unexamined:
-        lines = "\n".join(f"  {way}" for way in result.unexamined)
-        warnings.warn(
-            f"What {result.model} does in some cases is not examined, and may be wrong when it is split "
-            f"(keep the modules whole that do something else then):\n{lines}",
-            stacklevel=3,
-        )
-
-
-def warn_replicated(result: Plan, strict: bool) -> None:
-    """Say which weights of the blocks stay whole, and why; an error under `strict`."""
-    kept = {n: why for n, why in result.kept.items() if result.params[n].block}
-    if not kept:
-        return
-    lines = [f"  {name}: {why}" for name, why in kept.items()]
-    text = f"{len(kept)} block weights of {result.model} stay whole on every rank:\n" + "\n".join(lines[:12])
-    if len(lines) > 12:
-        text += f"\n  … and {len(lines) - 12} more (print the plan)"
-    helps = [advice(part) for why in kept.values() for part in why.split("; axis of ")]
-    useful = [line for line in dict.fromkeys(helps) if not line.startswith("nothing")]
-    if useful:
-        text += "\nWhat would help: " + "; or ".join(useful[:3])
-    if strict:
-        raise PlanError(text + "\nPass strict=False to run with them replicated.")
-    warnings.warn(text, stacklevel=3)
-
-
 __all__ = [
     "Analysis",
     "analyse",
     "plan",
     "plan_and_analysis",
     "to_plan",
-    "warn_replicated",
-    "warn_unexamined",
 ]

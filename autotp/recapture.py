@@ -23,6 +23,7 @@ from .comm import ShapeComm
 from .errors import AutotpError, CaptureError, PlanError
 from .graph import describe, walk
 from .ints import plain
+from .modalities import MAIN, text_alone
 from .realise import Where
 from .rewrite import SiteGuard, rewrite
 from .sites import frames_of
@@ -116,6 +117,8 @@ def check_decoding(
         for call in repeated:
             Standin(call.output, call).take_over(skeleton.module.get_submodule(call.path))
         given = found.captured.inputs
+        if set(MAIN.values()) & set(given):  # seen with the first token, not with those that follow
+            given = text_alone(found.captured) or given
         inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         with torch.no_grad(), skeleton.mode:
             first = skeleton.module(**{**inputs, "use_cache": True})

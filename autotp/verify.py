@@ -17,9 +17,9 @@ from torch import nn
 from .comm import Comm, ProcessComm, simulate
 from .errors import VerifyError
 from .graph import walk
+from .nested import map_tensors
 from .plan import Plan
-from .planner import given_inputs
-from .planner import plan as make_plan
+from .planner import given_inputs, plan_and_analysis
 from .quantised import components, is_packed
 from .rewrite import rewrite
 from .rules import OwnRules
@@ -90,8 +90,11 @@ def verify(
     0. Raises CaptureError, PlanError; a wrong number is reported, not raised (`Report.raise_if_wrong`).
     """
     progress("planning")
-    inputs = given_inputs(model, example_inputs)
-    decided = make_plan(model, tp, policy, ep=ep, example_inputs=inputs, rules=rules)
+    if example_inputs is not None:
+        example_inputs = given_inputs(model, example_inputs)
+    decided, found = plan_and_analysis(model, tp, policy, ep=ep, example_inputs=example_inputs, rules=rules)
+    inputs = example_inputs or map_tensors(found.captured.inputs, torch.Tensor.detach)
+    del found
     report = Report(decided)
     progress("running the whole model")
     whole = _run(copy.deepcopy(model), inputs, steps, new_tokens)
@@ -130,9 +133,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], steps: int, new_tokens: int) 
     ids = inputs.get("input_ids")
     if new_tokens and ids is not None and hasattr(model, "generate") and _can_generate(model):
         generate: Any = model.generate
-        found["tokens"] = generate(
-            ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
-        )
+        found["tokens"] = generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
     if steps:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""Other ways through the model's code than the one the plan was made of: training, and other sizes.
+"""Other ways through the model's code than the one the plan was made of: training, no images, other sizes.
 
 A plan is made of one run, in eval mode and at one batch size and length. `if self.training:` and
 `if x.shape[1] > 7:` take other ways, which no rule has seen. So the model is captured in those ways too.
@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses import fake_tensor
 
 from .axes import Axis, factors, layout, leaves, segments
 from .capture import CapturedGraph, record
 from .errors import AutotpError, CaptureError
-from .graph import GraphIndex
+from .graph import GraphIndex, walk
 from .ints import COMPARISONS, Comparison, Dim, dims_of, evaluate
 from .layouts import Layout, split
+from .modalities import text_alone
 from .nested import map_parts, tensors_in
 from .plan import Plan
 from .propagate import propagate
@@ -64,6 +65,16 @@ def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
         result.unseen.append(f"in training: it can't be recorded so ({first_line(error)})")
     else:
         result.differing += _differing("in training", found, again, skipped)
+    fewer = text_alone(found.captured)
+    if fewer is not None:
+        when = f"without {', '.join(n for n in found.captured.inputs if n not in fewer)}"
+        try:
+            again, skipped = run(fewer, training=False)
+        except CaptureError as error:  # or the model itself takes no text alone
+            if isinstance(error.__cause__, _READS_DATA):
+                result.unseen.append(f"{when}: it can't be recorded so ({first_line(error)})")
+        else:
+            result.differing += _differing(when, found, again, skipped)
     sizes = Sizes(found.index)
     todo = [(sizes, changed) for changed in (*sizes.all_larger(), *sizes.turning())]
     done = {_shapes(found.captured.inputs)}
@@ -322,7 +333,15 @@ def disagreement(plan: Plan, other: Plan, captured: CapturedGraph) -> str | None
     def at(keep: Callable[[Any], bool], p: Plan) -> set[Any]:
         return {(c.kind, c.enter, w) for c in p.collectives for w in c.where if keep(w)}
 
+    passed = {
+        (call.path, path)
+        for call in captured.calls
+        for path, value in walk({**dict(enumerate(call.args)), **call.kwargs})
+        if isinstance(value, fx.Node)
+    }
+    # Of what is done with an argument, nothing is where that is left out.
     here = at(lambda w: w.site is None and w.module in called, plan)
+    here = {(k, e, w) for k, e, w in here if w.kind != "in" or (w.module, w.path) in passed}
     there = at(lambda w: w.site is None and w.module in called, other)
     inside = at(lambda w: w.site is not None, other) - at(lambda w: w.site is not None, plan)
     for kind, _, w in sorted(here ^ there | inside, key=str):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autotp
-from autotp.advice import HELP, NEEDED_WHOLE, advice
+from autotp.advice import HELP, NEEDED_WHOLE, advice, warn_replicated
 from autotp.explain import why
-from autotp.planner import plan_and_analysis, warn_replicated
+from autotp.planner import plan_and_analysis
 
 SOURCES = [p for p in Path(autotp.__file__).parent.rglob("*.py") if p.name != "advice.py"]
 

@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from zoo import golden, tiny  # noqa: E402
 
 import autotp  # noqa: E402
-from autotp.inputs import example_inputs  # noqa: E402
+from autotp.inputs import best_inputs  # noqa: E402
 
 TYPES = dict(tiny.archs("causal-lm"))
 
 
 def compared(model: Any) -> dict[str, Any]:
-    inputs = tiny.inputs(model, example_inputs)
+    inputs = best_inputs(model)
     return golden.compare(model, autotp.plan(model, 2, example_inputs=inputs))
 
 

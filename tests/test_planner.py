@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autotp
+from autotp.advice import warn_replicated
 from autotp.errors import PlanError
-from autotp.planner import plan_and_analysis, warn_replicated
+from autotp.planner import plan_and_analysis
 
 
 class Mlp(nn.Module):

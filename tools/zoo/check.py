@@ -18,7 +18,7 @@ from torch import nn
 import autotp
 from autotp.comm import Comm, simulate
 from autotp.errors import AutotpError, CaptureError
-from autotp.inputs import example_inputs
+from autotp.inputs import best_inputs
 from autotp.plan import Plan
 from autotp.rewrite import rewrite
 from autotp.verify import TOLERANCE, relative_error, tensors
@@ -89,7 +89,7 @@ def built(cls: str, model_type: str) -> tuple[nn.Module, Row, str]:
         for how in ("anew", "set"):
             try:
                 model = tiny.build(cls, model_type, how, dtype)
-                inputs = tiny.inputs(model, example_inputs)
+                inputs = best_inputs(model)
                 first, second = _outputs(model, inputs), _outputs(model, inputs)
                 if not first or not all(torch.isfinite(t).all() for t in first):
                     raise ValueError("its output is not finite")

@@ -31,7 +31,7 @@ import transformers
 from torch import nn
 
 import autotp
-from autotp.inputs import example_inputs
+from autotp.inputs import best_inputs
 from autotp.layouts import Layout
 from autotp.plan import Plan
 from autotp.tp_plan import glob
@@ -61,7 +61,7 @@ def build(cls: str, model_type: str) -> nn.Module:
             with contextlib.suppress(ValueError, AttributeError):
                 cast(Any, model).set_experts_implementation("batched_mm")  # the default knows no float64
             with torch.no_grad():
-                model(**tiny.inputs(model, example_inputs))
+                model(**best_inputs(model))
             return model
         except Exception as error:
             failed = error
@@ -191,7 +191,7 @@ def loss(model: nn.Module, inputs: Row) -> tuple[torch.Tensor, list[torch.Tensor
 def _examine(cls: str, model_type: str, folder: Path) -> None:
     """In a process of its own: the comparison, and what the runs need."""
     model: Any = build(cls, model_type)
-    inputs = tiny.inputs(model, example_inputs)
+    inputs = best_inputs(model)
     plan = autotp.plan(model, TP, example_inputs=inputs)
     cut = sum(p.layout is not None for p in plan.params.values())
     left = sorted({plain(why) for why in plan.styles.left_out.values()})

@@ -10,13 +10,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
-
-from autotp.verify import tensors
 
 TASKS = {  # how the tables call them -> transformers' mapping
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -219,6 +217,7 @@ _SWIN: dict[str, Any] = dict(
 _MIXED: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
 LARGEST = 30_000_000  # parameters: what is bigger was not shrunk
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 EXTRA: dict[str, dict[str, Any]] = {
     "bailing_hybrid": dict(layer_types=None),
     "bamba": dict(
@@ -259,7 +258,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         topk_group=1,
     ),
     "donut-swin": _SWIN,
-    "efficientnet": dict(width_coefficient=0.1, depth_coefficient=0.1, image_size=64, hidden_dim=64),
+    "efficientnet": dict(width_coefficient=0.1, depth_coefficient=0.1, image_size=64, hidden_dim=128),
     "esm": dict(vocab_size=33, pad_token_id=1, mask_token_id=32),
     "gemma3": dict(mm_tokens_per_image=4),
     "gemma3n_text": dict(
@@ -303,7 +302,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     ),
     "seamless_m4t": dict(feature_projection_input_dim=80),
     "seamless_m4t_v2": dict(feature_projection_input_dim=80),
-    "shieldgemma2": dict(yes_token_index=10, no_token_index=11),
     "swin": _SWIN,
     "swinv2": _SWIN,
     "wav2vec2-bert": dict(vocab_size=32, feature_projection_input_dim=80),
@@ -315,6 +313,98 @@ EXTRA: dict[str, dict[str, Any]] = {
         num_hidden_layers=4,
         layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
     ),
+    "aria": dict(projector_patch_to_query_dict={16: 4}),
+    "blt_patcher": dict(vocab_size=260),
+    "blt": dict(vocab_size=260, encoder_hash_byte_group_vocab=64),
+    "chameleon": dict(vocabulary_map={"<image>": 5, **{f"IMGIMG{chr(65 + i)}Z": i + 20 for i in range(10)}}),
+    "deepseek_ocr2_text": dict(
+        mlp_layer_types=["dense", "sparse"], num_hidden_layers=2, hidden_size=64, num_experts_per_tok=2
+    ),
+    "dia_decoder": dict(
+        cross_hidden_size=64, cross_num_attention_heads=4, cross_num_key_value_heads=4, cross_head_dim=16
+    ),
+    "dia_encoder": dict(num_key_value_heads=4),
+    "diffusion_gemma_text": dict(
+        num_experts=4, top_k_experts=2, moe_intermediate_size=32, head_dim=16, **_MIXED
+    ),
+    "emu3": dict(
+        vocabulary_map={
+            "<image>": 5,
+            "<|extra_200|>": 6,
+            **{f"<|visual token {i:06}|>": i + 20 for i in range(16)},
+        }
+    ),
+    "florence_vision": dict(
+        embed_dim=[32, 32, 64, 64],
+        num_heads=[2, 2, 4, 4],
+        num_groups=[2, 2, 4, 4],
+        depths=[1, 1, 1, 1],
+        window_size=4,
+        projection_dim=64,
+    ),
+    "glm4v_text": dict(**_GQA, rope_parameters=_MROPE),
+    "glm4v_moe_text": dict(**_GQA, rope_parameters={**_MROPE, "partial_rotary_factor": 1.0}),
+    "glm_ocr_text": dict(**_GQA, rope_parameters=_MROPE),
+    "glm46v_text": dict(**_GQA, rope_parameters=_MROPE),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, pad_token_id=0),
+    "granite4_vision": dict(
+        deepstack_layer_map=[[-1, 0]],
+        spatial_target_layers=[1],
+        image_grid_pinpoints=[[32, 32]],
+        downsample_rate="2/4",
+    ),
+    "kyutai_speech_to_text": dict(
+        audio_pad_token_id=7, audio_bos_token_id=6, codebook_vocab_size=256, num_codebooks=4, vocab_size=256
+    ),
+    "layoutlmv3": dict(coordinate_size=8, shape_size=16, input_size=32),
+    "levit": dict(
+        hidden_sizes=[64, 64, 64],
+        num_attention_heads=[2, 4, 4],
+        depths=[1, 1, 1],
+        image_size=64,
+        patch_size=16,
+    ),
+    "lilt": dict(hidden_size=96),
+    "mobilevitv2": dict(
+        image_size=64, base_attn_unit_dims=[32, 32, 32], n_attn_blocks=[1, 1, 1], width_multiplier=0.5
+    ),
+    "moonshine": dict(encoder_num_key_value_heads=4, decoder_num_key_value_heads=4),
+    "perceiver": dict(
+        num_latents=16,
+        d_latents=64,
+        d_model=64,
+        num_self_attends_per_block=1,
+        num_cross_attention_heads=1,
+        num_self_attention_heads=4,
+    ),
+    "shieldgemma2": dict(yes_token_index=10, no_token_index=11, mm_tokens_per_image=4),
+    "align_vision_model": dict(width_coefficient=0.1, depth_coefficient=0.1, image_size=64, hidden_dim=128),
+    "blt_local_encoder": dict(hidden_size_global=64),
+    "blt_local_decoder": dict(hidden_size_global=64),
+    "chameleon_vqgan": dict(
+        num_embeddings=10,
+        base_channels=32,
+        channel_multiplier=[1, 1, 1, 1],
+        embed_dim=32,
+        latent_channels=32,
+        resolution=32,
+        num_res_blocks=1,
+    ),
+    "emu3_vqgan": dict(codebook_size=16, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1),
+    "deepseek_ocr2_sam_vision_model": dict(
+        output_channels=32, downsample_channels=[32, 64], mlp_dim=128, global_attn_indexes=[1], window_size=2
+    ),
+    "ernie4_5_vl_moe_text": dict(
+        moe_intermediate_size=[32, 32],
+        moe_num_experts=4,
+        moe_k=2,
+        head_dim=16,
+        rope_parameters={**_MROPE, "mrope_section": [3, 3, 2]},
+    ),
+    "sam_vision_model": dict(global_attn_indexes=[1], window_size=2, output_channels=32, mlp_dim=128),
+    "align": dict(projection_dim=32),
+    "blip-2": dict(num_query_tokens=4),
+    "mimi": dict(upsample_groups=64),
 }
 """model type -> constructor arguments, where the common ones do not fit together."""
 
@@ -377,101 +467,3 @@ def build(cls: str, model_type: str, how: str, dtype: torch.dtype = torch.float6
         except (ValueError, AttributeError):
             pass
     return model
-
-
-def inputs(model: nn.Module, make: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
-    """Inputs for the model: what `make` (autotp's own) gives, and what else its weights are for."""
-    given = make(model)
-    takes = inspect.signature(model.forward).parameters
-    config: Any = model.config
-    codebooks = getattr(getattr(config, "decoder", config), "num_codebooks", None)
-    if codebooks and "input_ids" in given and getattr(config, "is_encoder_decoder", False) is False:
-        given["input_ids"] = given["input_ids"].repeat(codebooks, 1)
-    best, left = given, len(_unused(model, given))
-    for more in _richer(model, given, takes) if left else ():
-        try:
-            unused = len(_unused(model, more))
-        except Exception:  # it takes them in a form of its own
-            continue
-        if unused < left:
-            best, left = more, unused
-        if not left:
-            break
-    return best
-
-
-_FEATURES = ("input_features", "pixel_values")
-_MASKS = ("input_features_mask", "feature_attention_mask")  # of the frames of a sound
-_PLACES = 40  # at most so many tokens stand for one image or sound
-
-
-def _richer(model: nn.Module, given: dict[str, Any], takes: Any) -> Iterator[dict[str, Any]]:
-    """The inputs with what else the model takes: an encoder's states, entities, images and sounds."""
-    config: Any = model.config
-    ids = given.get("input_ids")
-    if ids is None:
-        return
-    batch, length = ids.shape
-    generator = torch.Generator().manual_seed(5)
-    dtype = next(model.parameters()).dtype
-
-    def floats(*shape: Any) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 64)
-    if "encoder_hidden_states" in takes:
-        yield {**given, "encoder_hidden_states": floats(batch, 7, width)}
-    elif "encoder_outputs" in takes and not config.is_encoder_decoder:
-        yield {**given, "encoder_outputs": (floats(batch, 7, width),)}
-    if "entity_ids" in takes:
-        places = torch.arange(length).repeat(batch, 3, 1)
-        yield {**given, "entity_ids": torch.full((batch, 3), 4), "entity_position_ids": places}
-    parts = [config, *(v for v in vars(config).values() if hasattr(v, "__dict__"))]
-    mels = next((v for c in parts if isinstance(v := _setting(c, "num_mel_bins"), int)), 80)
-    mels = next((v for c in parts if isinstance(v := _setting(c, "input_dim"), int)), mels)
-    frames = 2 * next((v for c in parts if isinstance(v := _setting(c, "max_source_positions"), int)), 16)
-    side = next((v for c in parts if isinstance(v := _setting(c, "image_size"), int)), 32)
-    shapes: dict[str, list[tuple[Any, ...]]] = {
-        "pixel_values": [(batch, 3, side, side), (batch, 1, 3, side, side)],
-        "input_features": [(batch, mels, frames), (batch, frames, mels)],
-    }
-    for name in (n for n in _FEATURES if n in takes and n not in given):
-        for shape in shapes[name]:
-            features = {name: floats(*shape)}
-            masks = {m: torch.ones(batch, frames, dtype=torch.long) for m in _MASKS if m in takes}
-            yield {**given, **features, **(masks if name == "input_features" else {})}
-            yield from _with_places(model, {**given, **features}, name, masks)
-
-
-def _with_places(
-    model: nn.Module, given: dict[str, Any], name: str, masks: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Ids in which the features have their places: as many as the model finds right."""
-    kind = "image" if name == "pixel_values" else "audio"
-    token = next(
-        (v for k in ("_token_id", "_token_index") if isinstance(v := _setting(model.config, kind + k), int)),
-        None,
-    )
-    if token is None:
-        return
-    ids = torch.where(given["input_ids"] == token, token + 1, given["input_ids"])
-    for extra in (masks, {}) if masks and name != "pixel_values" else ({},):
-        for places in range(1, _PLACES):
-            marked = torch.cat([ids[:, :1], torch.full((ids.shape[0], places), token), ids[:, 1:]], 1)
-            trial = {**given, **extra, "input_ids": marked}
-            try:
-                with torch.no_grad():
-                    copy.deepcopy(model)(**trial)
-            except Exception:
-                continue
-            yield trial
-            break
-
-
-def _unused(model: nn.Module, given: dict[str, Any]) -> list[str]:
-    """The parameters that no part of the output depends on."""
-    trial = copy.deepcopy(model)  # some keep what they computed
-    outputs = [t for t in tensors(trial(**given)) if t.requires_grad]
-    if outputs:
-        torch.stack([t.double().sum() for t in outputs]).sum().backward()
-    return [name for name, p in trial.named_parameters() if p.requires_grad and p.grad is None]
