@@ -356,7 +356,7 @@ def test_verify_leaves_with_1_on_a_wrong_number(models, monkeypatch):
     module = sys.modules["autotp.verify"]
 
     def wrong(model, tp, policy, **options):
-        return module.Report(module.make_plan(model, tp), [module.Check("output", 0.5, 1e-5)])
+        return module.Report(autotp.plan(model, tp), [module.Check("output", 0.5, 1e-5)])
 
     monkeypatch.setattr(module, "verify", wrong)
     result = run("verify", models["llama"], "--tp", 2, "--layers", 1, code=1)
