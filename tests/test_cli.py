@@ -13,6 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import autotp
 from autotp.cli import app
 from autotp.errors import ModelSourceError
 from autotp.model_source import build_model, randomise
