@@ -83,6 +83,36 @@ def parallelize(
     elif workload is not None:
         raise PlanError('workload is what "auto" degrees are chosen by, and none is: give tp="auto".')
     mesh = mesh_over(comm, tp, pp, dp)  # type: ignore[arg-type]  # no "auto" is left
+    blocks = split_model(
+        model,
+        mesh,
+        ep,
+        stages=stages,
+        zero=zero,
+        policy=policy,
+        strict=strict,
+        example_inputs=example_inputs,
+        rules=rules,
+    )
+    if mesh.dp.size > 1:
+        keep_copies_alike(model, mesh, zero, blocks)
+    return model
+
+
+def split_model(
+    model: nn.Module,
+    mesh: Mesh,
+    ep: int = 1,
+    *,
+    stages: Sequence[str] | int | None = None,
+    zero: int = 0,
+    policy: Any = None,
+    strict: bool = False,
+    example_inputs: Any = None,
+    rules: OwnRules = None,
+) -> list[str]:
+    """`parallelize` on `mesh`, but for what keeps copies of the model alike, which takes real tensors
+    (`keep_copies_alike`, afterwards). Returns the modules that copies share out as a whole under `zero`."""
     ranks: Comm = mesh.tp if mesh.pp.size == 1 or mesh.tp.size == 1 else QuietComm(mesh.tp)
     count, cuts = _stage_count(mesh.pp.size, stages)
     if zero not in range(4) or (zero and mesh.dp.size == 1):
@@ -145,9 +175,7 @@ def parallelize(
         synchronise_generation(model, mesh.copy)
         refuse_resize(model)
         refuse_ddp(model)
-    if mesh.dp.size > 1:  # after all that wraps `generate`
-        keep_copies_alike(model, mesh, zero, blocks)
-    return model
+    return blocks
 
 
 def mesh_over(comm: Comm | Mesh | None, tp: int | None, pp: int, dp: int) -> Mesh:

@@ -31,6 +31,7 @@ Then, over 8 processes: [cyan]autotp.load("./Llama-3-8B-tp8", tp=8)[/cyan]"""
             Path, typer.Argument(metavar="OUT", help="A new or empty directory.", show_default=False)
         ],
         tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.", show_default=False)],
+        ep: Annotated[int, typer.Option("--ep", min=1, help="The same number: experts by expert.")] = 1,
         policy: Annotated[
             Path | None,
             typer.Option("--policy", help="A policy YAML: pins and overrides.", show_default=False),
@@ -47,11 +48,11 @@ Then, over 8 processes: [cyan]autotp.load("./Llama-3-8B-tp8", tp=8)[/cyan]"""
     ) -> None:
         """Cut a checkpoint into one file for each rank, which autotp.load reads from end to end: a fast
         start."""
-        guarded(context.obj, lambda: _shard(model, out, tp, policy, dtype, allow_pickle))
+        guarded(context.obj, lambda: _shard(model, out, tp, ep, policy, dtype, allow_pickle))
 
 
 def _shard(
-    source: str, out: Path, tp: int, policy: Path | None, dtype: str | None, allow_pickle: bool
+    source: str, out: Path, tp: int, ep: int, policy: Path | None, dtype: str | None, allow_pickle: bool
 ) -> None:
     import torch
 
@@ -66,12 +67,19 @@ def _shard(
     with console.status(f"cutting {escape(source)} for {tp} ranks") as status:
         chosen = str(policy) if policy else None
         plan = write_shards(
-            source, out, tp, dtype=wanted, policy=chosen, allow_pickle=allow_pickle, progress=status.update
+            source,
+            out,
+            tp,
+            ep=ep,
+            dtype=wanted,
+            policy=chosen,
+            allow_pickle=allow_pickle,
+            progress=status.update,
         )
     sizes = [(out / rank_file(rank, tp)).stat().st_size for rank in range(tp)]
     Console().print(
         f"{escape(str(out))}: {plan.model} for tp={tp}, {human_bytes(max(sizes))} for the largest rank, "
         f"{plan.sharded_fraction:.1%} of the block weights sharded.\n"
-        f'Over {tp} processes: autotp.load("{escape(str(out))}", tp={tp})',
+        f'Over {tp} processes: autotp.load("{escape(str(out))}", tp={tp}{f", ep={ep}" if ep > 1 else ""})',
         soft_wrap=True,
     )

@@ -251,7 +251,7 @@ def plan_and_analysis(
     found = _analyse_fully(quiet, tp, inputs, load(policy), hooked, rules, given=example_inputs is not None)
     staged = _staged(found, pp, stages)
     refused: dict[Axis, str] = {}
-    if ep > 1:
+    if ep > 1 or found.policy.by_expert:
         found = decide(found.index, tp, found.policy, refused, hooked, by_expert=True)
     while True:
         result = replace(to_plan(model, found, tp), stages=staged)

@@ -129,6 +129,11 @@ class BoundPolicy:
         asked = self.options["alone"][0]
         return asked == "allow" or (asked == "auto" and not self.claims)
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether experts are to be split by expert, each whole on a rank."""
+        return self.tp > 1 and self.options["experts"][0] == "whole"
+
     @cached_property
     def _of_param(self) -> dict[str, list[Claim]]:
         found: dict[str, list[Claim]] = {}
@@ -300,6 +305,8 @@ def to_policy(plan: Plan) -> str:
     """
     kinds = {layer.module: layer.kind for layer in plan.layers}
     alone = split_alone_in(plan)  # they follow from the option
+    options = ["alone: allow"] if alone else []
+    options += ["experts: whole"] if "experts" in {layer.kind for layer in plan.layers} else []
     weights = {w: p for name, p in plan.params.items() if len(p.shape) > 1 for w in (name, *p.also)}
     modules = {written: written.rpartition(".")[0] for written in weights}
     words: dict[str, str] = {}
@@ -328,7 +335,7 @@ def to_policy(plan: Plan) -> str:
         "schema: 1",
         f"match: {{class: {plan.model}}}",
         *([f"stages: {json.dumps(plan.stages.starts)}"] if plan.stages else []),
-        *(["options: {alone: allow}"] if alone else []),
+        *([f"options: {{{', '.join(options)}}}"] if options else []),
         "modules:" if any(role in ROLES for role in words.values()) else "modules: {}",
     ]
     return "\n".join([*head, *rules]) + "\n"

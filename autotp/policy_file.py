@@ -52,6 +52,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "uneven": ("allow", "forbid"),
     "kv_replicate": ("allow", "forbid"),
     "alone": ("auto", "allow", "forbid"),  # auto: where the policy names no module
+    "experts": ("split", "whole"),  # whole: as `ep=tp` asks
 }
 _TOP = ("schema", "match", "modules", "options", "stages")
 _MATCH = ("model_type", "class")

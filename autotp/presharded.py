@@ -51,6 +51,7 @@ class Shards:
 
     path: Path
     tp: int
+    ep: int
     layouts: str
     source: str
     apart: list[str]
@@ -75,13 +76,14 @@ class Shards:
         """Refuse a plan by which these files were not cut."""
         if fingerprint(plan) != self.layouts:
             raise CheckpointError(
-                f"{self.path} was cut by another plan (another policy, other inputs, or other versions of "
-                f"autotp or transformers). Make it again: {self.command}"
+                f"{self.path} was cut by another plan (ep={self.ep}; another policy, other inputs, or other "
+                f"versions of autotp or transformers). Load it so, or make it again: {self.command}"
             )
 
     @property
     def command(self) -> str:
-        return f"autotp shard {self.source} {self.path} --tp {self.tp}"
+        by_expert = f" --ep {self.ep}" if self.ep > 1 else ""
+        return f"autotp shard {self.source} {self.path} --tp {self.tp}{by_expert}"
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,8 @@ def find_shards(path: Path) -> Shards | None:
             name: lazy(tuple(shape), getattr(torch, dtype), _Absent(name, getattr(torch, dtype)))
             for name, (dtype, shape) in told["entries"].items()
         }
-        return Shards(
-            path, told["tp"], told["layouts"], told["source"], told["apart"], Checkpoint(path, entries)
-        )
+        ep, checkpoint = told.get("ep", 1), Checkpoint(path, entries)
+        return Shards(path, told["tp"], ep, told["layouts"], told["source"], told["apart"], checkpoint)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}. Make the shards again.") from error
 
@@ -133,6 +134,7 @@ def write_shards(
     out: str | Path,
     tp: int,
     *,
+    ep: int = 1,
     dtype: torch.dtype | None = None,
     policy: Any = None,
     example_inputs: Any = None,
@@ -140,7 +142,7 @@ def write_shards(
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """Cut the checkpoint `source` into one file for each of `tp` ranks, in `out`; gives the plan it was cut
-    by.
+    by. ep: `tp` for experts cut by expert.
 
     In one process, streaming: of the model no more than a block of rows is held. The manifest is written
     last: what a crash leaves behind is not taken for shards. Raises what `autotp.load` and `autotp.plan`
@@ -157,7 +159,7 @@ def write_shards(
     refuse_packed(model, "autotp shard", "autotp.load reads only a rank's slices of the checkpoint itself.")
     apart = untied(model, found)
     tie(model, found, apart)
-    plan = make_plan(model, tp, policy, example_inputs=example_inputs)
+    plan = make_plan(model, tp, policy, ep=ep, example_inputs=example_inputs)
     target.mkdir(parents=True, exist_ok=True)
     (target / MANIFEST).unlink(missing_ok=True)
     for file in root.iterdir():
@@ -170,6 +172,7 @@ def write_shards(
     manifest = {
         "format": FORMAT,
         "tp": tp,
+        "ep": ep,
         "layouts": fingerprint(plan),
         "source": str(source),
         "apart": apart,

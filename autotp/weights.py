@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .api import mesh_over, parallelize
+from .api import mesh_over, split_model
 from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree
+from .data_parallel import keep_copies_alike
 from .errors import AutotpError, CheckpointError
 from .lazy import fill, read
 from .mesh import Mesh
@@ -39,8 +40,10 @@ def load(
     tp: int | None = None,
     pp: int = 1,
     dp: int = 1,
+    ep: int = 1,
     *,
     stages: Sequence[str] | int | None = None,
+    zero: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     policy: Any = None,
@@ -56,7 +59,7 @@ def load(
     """A transformers model from its checkpoint, parallelized, each rank reading only the slices that it
     keeps, of its own stages.
 
-    path: a directory in Hugging Face's layout, or a hub id. tp, pp, dp, stages, policy, strict,
+    path: a directory in Hugging Face's layout, or a hub id. tp, pp, dp, ep, stages, zero, policy, strict,
     example_inputs, comm: as for `parallelize`. dtype: of the parameters; None: the config's, else the
     checkpoint's. device: None for this process's GPU where the ranks talk over NCCL, else the CPU.
     allow_pickle: read .bin files where there are no others, with torch's weights_only, and by the slice too
@@ -86,8 +89,15 @@ def load(
     put_packed(model, found)
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
-    parallelize(
-        model, tp, stages=stages, policy=policy, strict=strict, example_inputs=example_inputs, comm=mesh
+    blocks = split_model(
+        model,
+        mesh,
+        ep,
+        stages=stages,
+        zero=zero,
+        policy=policy,
+        strict=strict,
+        example_inputs=example_inputs,
     )
     with together(mesh.world):
         if shards is not None:
@@ -96,6 +106,8 @@ def load(
             model, found if mine is None else mine, where, _bar(progress, mesh.world), cut=mine is not None
         )
         adopt_generation_config(model, root)
+    if mesh.dp.size > 1:
+        keep_copies_alike(model, mesh, zero, blocks)
     return model
 
 

@@ -13,6 +13,7 @@ from distributed import run
 from models import MODELS
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from whole import EXACT, FLOAT32, assert_close, assert_same_grads, full_grads, logits_of
 
 import autotp
@@ -281,6 +282,25 @@ def _replicated(rank: int) -> Any:
     model, inputs = MODELS["llama_tied"]()
     autotp.parallelize(model, tp=1, dp=2, example_inputs=inputs)
     return three_steps(model, inputs, *autotp.data_rank(model))
+
+
+def _loaded(rank: int, folder: str) -> Any:
+    found = []
+    for zero in (0, 3):
+        model: Any = autotp.load(folder, tp=1, dp=2, zero=zero, progress=False)
+        assert any(isinstance(p, DTensor) for p in model.parameters()) == (zero > 0)
+        found.append(three_steps(model, MODELS["llama_tied"]()[1], *autotp.data_rank(model)))
+    return found
+
+
+def test_loaded_copies(tmp_path: Path) -> None:
+    """A checkpoint read by copies that train on different data, all of it or a share of it each."""
+    model, inputs = MODELS["llama_tied"]()
+    model.save_pretrained(tmp_path)
+    want = three_steps(model, inputs, 0, 1)
+    for got in run(2, _loaded, str(tmp_path)):
+        for trained in got:
+            assert_same_training(trained, want)
 
 
 def test_data_parallel_processes() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from models import TEXT, hf, randomise
 from torch import nn
 from whole import EXACT, FLOAT32, assert_close, assert_same_grads, forward_and_grads, on_ranks
@@ -46,6 +47,15 @@ def test_steps_and_generation_equal(name: str, tp: int) -> None:
 def test_gradients_equal(name: str) -> None:
     model, inputs = built(name)  # once: some of gpt_oss's weights are not initialised
     split_by_expert(2, lambda: (copy.deepcopy(model), inputs))
+
+
+def test_a_policy_asks_for_it_and_a_plan_tells_it() -> None:
+    model, _ = built("mixtral")
+    plan = autotp.plan(model, 2, ep=2)
+    again = autotp.plan(model, 2, yaml.safe_load(plan.to_yaml()))
+    assert "options: {experts: whole}" in plan.to_yaml()
+    assert {n: p.layout for n, p in again.params.items()} == {n: p.layout for n, p in plan.params.items()}
+    assert any(layer.kind == "experts" for layer in again.layers)
 
 
 def test_experts_that_ranks_do_not_divide() -> None:

@@ -44,6 +44,28 @@ def test_shards_load_and_save_like_the_checkpoint(name: str, tmp_path: Path) -> 
 
 
 @QUIET
+def test_experts_by_expert(tmp_path: Path) -> None:
+    """From the checkpoint and from shards; shards that were cut so are refused otherwise."""
+    whole, inputs = saved("mixtral", tmp_path / "in")
+    write_shards(tmp_path / "in", tmp_path / "shards", 2, ep=2)
+
+    def use(model: Any) -> Any:
+        experts = model.model.layers[0].mlp.experts
+        with torch.no_grad():
+            return full_state_dict(model), model(**inputs).logits, experts.down_proj.shape[0]
+
+    with torch.no_grad():
+        logits = whole(**inputs).logits
+    for path in ("in", "shards"):
+        for state, got, held in on_ranks(tmp_path / path, 2, use, ep=2):
+            assert held == whole.config.num_local_experts // 2
+            assert all(torch.equal(state[n], t) for n, t in whole.state_dict().items())
+            assert float((got - logits).abs().max()) <= 1e-9 * float(logits.abs().max())
+    with pytest.raises(CheckpointError, match=r"\(ep=2;.*--tp 2 --ep 2"):
+        on_ranks(tmp_path / "shards", 2, use)
+
+
+@QUIET
 def test_ties_that_the_checkpoint_breaks_stay_broken(tmp_path: Path) -> None:
     saved("llama_tied", tmp_path / "in")
     embed = "model.embed_tokens.weight"
