@@ -211,7 +211,7 @@ class Gathered:
             p.contiguous().view(torch.uint8).flatten() if p.dim() else p.view(1).view(torch.uint8)
             for p in pieces
         ]
-        mine = torch.cat(flat) if flat else self.local.new_empty(0, dtype=torch.uint8)
+        mine = torch.cat(flat) if flat else local.new_empty(0, dtype=torch.uint8)
         width = self.local.element_size()
         counts = [width * sum(_size(there) for _, there in own) for own in blocks]
         parts = self.comm.all_gather(mine, 0, counts).split(counts)

@@ -12,7 +12,7 @@ import torch
 from distributed import run
 from models import DECODER, GQA, MODELS, NOT_GENERATING, hf
 from torch import nn
-from whole import EXACT, logits_of
+from whole import EXACT, FLOAT32, logits_of
 
 import autotp
 from autotp.comm import Comm, simulate
@@ -89,6 +89,18 @@ def test_outputs_and_tokens_are_those_of_one_process(name):
                 assert relative_error(ours, theirs) < EXACT
             else:
                 assert torch.equal(ours, theirs)
+
+
+def test_experts_split_by_expert_in_stages():
+    want = outcomes(*build("mixtral"), ("greedy",))
+
+    def one(comm: Comm) -> Any:
+        model, inputs = build("mixtral")
+        autotp.parallelize(model, 2, 2, ep=2, comm=Mesh.split(comm, 2, 2), example_inputs=inputs)  # type: ignore[arg-type]
+        return outcomes(model, inputs, ("greedy",))
+
+    for logits, tokens in simulate(4, one):
+        assert relative_error(logits, want[0]) < FLOAT32 and torch.equal(tokens, want[1])  # a float32 router
 
 
 def test_several_stages_a_rank_and_stages_stated_by_hand():

@@ -28,7 +28,8 @@ class LocalExperts(Parallel):
 
     def forward(self, hidden: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         ((start, stop),) = self.tp.ranges
-        if isinstance(self.tp.comm, ShapeComm):  # only shapes are asked for: as if all routes were ours
+        if isinstance(self.tp.comm, ShapeComm) or hidden.is_meta:
+            # Only shapes are asked for (of another stage's, too): as if all routes were ours.
             tokens = torch.arange(numbers.shape[0], device=numbers.device).repeat_interleave(numbers.shape[1])
             local, chosen = numbers.reshape(-1), weights.reshape(-1)
         else:
