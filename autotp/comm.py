@@ -85,7 +85,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def _timeout(group: dist.ProcessGroup | None) -> float:
+def timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that the group's own collectives would wait."""
     backend = group._get_backend(torch.device("cpu")) if group is not None else None
     given = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -107,7 +107,12 @@ class ProcessComm(Comm):
     @functools.cached_property
     def _mailbox(self) -> Mailbox | None:
         """Made with the other ranks at the first collective that could use it."""
-        return Mailbox.open(self, _timeout(self.group))
+        return Mailbox.open(self, timeout_of(self.group))
+
+    def give_up(self) -> None:
+        """Come to no collective any more: the others' waiting in shared memory for this rank ends."""
+        if mailbox := self.__dict__.get("_mailbox"):
+            mailbox.give_up()
 
     def _shared(self, x: Tensor) -> Mailbox | None:
         """The way through shared memory, where `x` can take it."""

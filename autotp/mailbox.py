@@ -35,6 +35,7 @@ _SLOT = 2**20  # bytes that go through in one turn
 _LINE = 128  # counts lie apart, so that a rank that writes its own disturbs no other's
 _SPINS = 200  # looks before the first pause: about 10 µs
 _PATIENCE = 0.005  # seconds of yielding before the first sleep
+_GONE = -1  # the count of a rank that has given up
 _ASK = 1.0  # seconds between looks whether the others live
 
 
@@ -127,6 +128,10 @@ class Mailbox:
             found[peer] = self._slots[peer][which][: length * width].view(dtype)
         return found
 
+    def give_up(self) -> None:
+        """This rank comes no more, and who waits for it is told."""
+        self._counts[self.rank * (_LINE // 8)] = _GONE
+
     def _misfit(self, peer: int, expected: int, brought: int | None) -> None:
         what = f"{brought} elements, not {expected}" if brought is not None else "another kind or dtype"
         raise RankError(f"rank {peer} of {self.size} came to a collective of rank {self.rank} with {what}: "
@@ -136,8 +141,12 @@ class Mailbox:
         counts, at, turn = self._counts, peer * (_LINE // 8), self._turn
         waiting = Waiting(self.timeout)
         while counts[at] < turn:
+            ask = waiting.pause()
+            if ask and counts[at] == _GONE:
+                raise RankError(f"rank {peer} of {self.size} has failed, and comes to no more collectives; "
+                                f"rank {self.rank} waits for it in one.")
             # A rank may have counted up and ended since.
-            if waiting.pause() and not lives(self.pids[peer]) and counts[at] < turn:
+            if ask and not lives(self.pids[peer]) and counts[at] < turn:
                 raise RankError(f"rank {peer} of {self.size} has ended while rank {self.rank} waited for "
                                 "it in a collective: what it printed says why.")
             if waiting.over:

@@ -20,6 +20,7 @@ from .losses import WEIGH, Watch, Weights, combined, weighted
 from .mesh import Mesh
 from .microbatches import split_batch
 from .pipeline.absent import is_missing
+from .pipeline.failures import after_schedule
 from .pipeline.run import Pipeline
 from .pipeline.schedule import SCHEDULES, mark_gradients, run_in_stages, sum_shared
 from .replicas import Replica
@@ -80,7 +81,7 @@ def train_step(
             else:
                 assert mesh is not None
                 run_in_stages(model, pipeline, mesh, parts, schedule, weights, copies)
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if pipeline is None else after_schedule(pipeline):
             scale, loss, dtype = _agreed(weights, mesh, pipeline)
             if pipeline is not None and mesh is not None:
                 sum_shared(model, pipeline, mesh)
@@ -109,11 +110,10 @@ def train_step(
 def _agreed(weights: Weights, mesh: Mesh | None, pipeline: Pipeline | None) -> tuple[float, float, str]:
     """The scale of the gradients, the loss and its dtype, from what the last stages of all copies noted."""
     told: Any = weights.told()
-    if mesh is None:
-        copies = [told]
-    else:
-        told = mesh.pp.exchange(told)[(pipeline.stages.count - 1) % pipeline.size if pipeline else 0]
-        copies = mesh.dp.exchange(told)
+    if pipeline is not None and pipeline.channel is not None:
+        told = pipeline.channel.exchange(told)[(pipeline.stages.count - 1) % pipeline.size]
+        pipeline.channel.end()
+    copies = [told] if mesh is None else mesh.dp.exchange(told)
     for error, *_ in copies:
         if error:
             raise TrainError(error)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,10 +144,6 @@ FOUR: list[Job] = [
 ]
 
 
-def test_stages_of_tensor_parallel_ranks_and_of_copies() -> None:
-    check(FOUR, run(4, _staged, FOUR, timeout=300))
-
-
 def _one_fails(rank: int) -> str:
     model, inputs = staged("gpt2", 1, 2, 1, 2)
     batch, calls, block = padded_batch(inputs), [0], model.transformer.h[1].mlp
@@ -180,6 +181,43 @@ def test_two_stages_and_a_failure_on_one_that_is_told_on_both() -> None:
     check(TWO, [results for results, _ in ranks])
     for _, said in ranks:
         assert said.startswith("rank 1 (pp 1), stage 1, micro-batch 2, at transformer.h.1") and "luck" in said
+
+
+def _one_dies(rank: int) -> tuple[str, float]:
+    """Rank 3, stage 1, is killed in its third forward."""
+    model, inputs = staged("gpt2", 2, 2, 1, 2)
+    batch, calls, block = padded_batch(inputs), [0], model.transformer.h[1].mlp
+    train_step(model, batch, 4)
+    forward = block.forward
+
+    def dying(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(*args)
+
+    if rank == 3:
+        block.forward = dying
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        train_step(model, batch, 4)
+    return str(error.value), time.monotonic() - start
+
+
+def _four(rank: int, jobs: list[Job], folder: str) -> tuple[str, float]:
+    torch.save(_staged(rank, jobs), f"{folder}/{rank}.pt")  # rank 3 gives no result
+    return _one_dies(rank)
+
+
+def test_four_ranks_and_one_that_is_killed(tmp_path: Path) -> None:
+    """It ends all others: its pp peer, its tp peer, and who waits for these, which live and have failed."""
+    told = run(4, _four, FOUR, str(tmp_path), timeout=300, lost=(3,))
+    check(FOUR, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)])
+    for said, seconds in told:
+        assert seconds < 30
+        assert re.match(
+            r"rank [012] \(pp [01], tp [01]\), stage [01], micro-batch \d, (in its|waiting)", said
+        )
 
 
 @pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])

@@ -19,6 +19,7 @@ from torch import nn
 from ..captured import CapturedGraph
 from ..errors import PlanError
 from ..graph import canonical_names
+from ..place import wants_grad
 from .boundaries import Dataflow
 from .costs import balance, flops
 from .stages import Crossing, Stages, UnitCall
@@ -80,7 +81,7 @@ def _crossings(flow: Dataflow, end: int) -> Iterator[Crossing]:
             itemsize=value.element_size(),
             used_by=tuple(dict.fromkeys(users)),
             also=tuple(given[1:]),
-            requires_grad=bool(node.meta["grad"]),
+            requires_grad=wants_grad(node),
         )
 
 

@@ -98,6 +98,8 @@ class Pipeline:
         self.home = Home(device, self.mine)
         self.run: Run | None = None
         self.forms = Forms()
+        self.runner: Any = None                  # of the last training step: `schedule.Runner`
+        self.failed = ""                         # what a training step failed of
         self.trains: Callable[[], bool] = lambda: True   # whether parameters want gradients
         self.lies: Callable[[], torch.device] = lambda: device     # where the tensors are now
         self._hops = hops(stages, rank, size)

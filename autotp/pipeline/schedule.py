@@ -6,12 +6,10 @@ loss is the model's own. Messages and their order are torch's.
 
 from __future__ import annotations
 
-import gc
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor
 
-from ..comm import ProcessComm
-from ..errors import AutotpError, PlanError, RankError, TrainError
+from ..comm import ProcessComm, timeout_of
+from ..errors import PlanError, RankError, TrainError
 from ..gradients import MarkGrad, ShardedGrad, ShardGrad, Spread, plain
 from ..losses import Watch, Weights, weighted
 from ..mesh import Mesh
@@ -30,6 +28,7 @@ from ..same import same_batch
 from ..state import part_of_copies
 from .absent import is_missing
 from .deferred import Deferred
+from .failures import Progress, Stage, close, failed
 from .run import Key, Pipeline
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -88,6 +87,7 @@ class Runner:
     group: dist.ProcessGroup
     modules: list[StageModule]
     schedule: Any
+    progress: Progress
 
 
 def run_in_stages(
@@ -102,26 +102,26 @@ def run_in_stages(
     """Forward and backward of all micro-batches; `.grad`s of this rank's stages are their weighted sums."""
     if not isinstance(mesh.pp, ProcessComm) or pipeline.channel is None:
         raise PlanError("train_step over stages needs processes: its schedules are torch.distributed's.")
-    failed = getattr(pipeline, "failed", None)
-    if failed:
+    if pipeline.failed:
         raise RankError("an earlier train_step failed, and closed the stages' connections: start the "
-                        f"processes anew. It said: {failed}")
+                        f"processes anew. It said: {pipeline.failed}")
     around: Any = nullcontext() if copies is None else copies.in_stages(schedule == "zero-bubble")
+    pipeline.channel.begin()
     with around:
         runner = _runner(model, pipeline, mesh.pp, parts, schedule)
         for module in runner.modules:
             module.parts, module.weights = parts, weights
         numbers = torch.arange(len(parts))
-        pipeline.channel.begin()
         try:
             runner.schedule.step(index=numbers, target=numbers)
         except BaseException as error:
-            failure = _failure(pipeline, error)
-            _note(failure, "".join(traceback.format_exception(error)))
+            failure = failed(pipeline, runner.progress, error)
             held = [runner.group]
-            pipeline.runner = runner = None  # type: ignore[attr-defined, assignment]
-            pipeline.failed = str(failure)  # type: ignore[attr-defined]
-            _close(held, error)
+            pipeline.runner = runner = None  # type: ignore[assignment]
+            close(held, error)
+            for comm in (mesh.tp, mesh.dp):
+                if isinstance(comm, ProcessComm):
+                    comm.give_up()
             raise failure from None
     for module in runner.modules:
         module.parts, module.weights = (), None
@@ -132,52 +132,20 @@ def _runner(
 ) -> Runner:
     """The one of the step before, or a new one where micro-batches or schedule are others."""
     signature = (schedule, len(parts), _shapes(parts[0]), model.training)
-    runner: Runner | None = getattr(pipeline, "runner", None)
+    runner: Runner | None = pipeline.runner
     if runner is None or runner.signature != signature:
         same_batch(_named(parts), comm)
         group = runner.group if runner is not None else _group_of_its_own(comm)
         runner = _built(model, pipeline, group, parts, schedule, signature)
-        del group                                # see `_close`
-        pipeline.runner = runner  # type: ignore[attr-defined]
+        del group                                # see `close`
+        pipeline.runner = runner
     return runner
-
-
-def _failure(pipeline: Pipeline, error: BaseException) -> BaseException:
-    """Tell the other stages of a failure here, or find out which of theirs this one is."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, AutotpError):
-        cause = cause.__cause__
-    channel: Any = pipeline.channel
-    if cause is None:
-        said = channel.said()
-        if said:
-            return RankError(said)
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        cause = RankError(f"{pipeline.place}, or a stage it waits for: {lines[0].strip()}")
-    channel.fail(str(cause))
-    return cause
-
-
-def _note(failure: BaseException, text: str) -> None:
-    if hasattr(failure, "add_note"):  # Python 3.11
-        failure.add_note(text)
-    else:
-        print(text, file=sys.stderr)
-
-
-def _close(held: list[dist.ProcessGroup], error: BaseException | None) -> None:
-    """Close the connections of the group in `held`. gloo does when nothing has the group any more: so what
-    the calls that failed held goes, too."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    dist.destroy_process_group(held.pop())
-    gc.collect()
 
 
 def _group_of_its_own(comm: ProcessComm) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    patience = timedelta(seconds=timeout_of(dist.group.WORLD))
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=patience, use_local_synchronization=True)
     return group
 
 
@@ -191,7 +159,7 @@ def _built(
 ) -> Runner:
     """The stages of this rank, and torch's schedule over them."""
     shapes = pipeline.shapes(model, parts[0])
-    modules, stages = [], []
+    modules, stages, progress = [], [], Progress(pipeline.place)
 
     def example(keys: list[tuple[Key, bool]]) -> tuple[Tensor, ...]:
         return tuple(
@@ -203,14 +171,16 @@ def _built(
         module = StageModule(model, pipeline, number)
         module.deferred = Deferred() if schedule == "zero-bubble" else None
         outputs = example(module.sends) if not module.last else (torch.empty(1, device="meta"),)
-        stage = pipelining.PipelineStage(
+        stage = Stage(
             module, number, pipeline.stages.count, pipeline.home.device,
             input_args=example(module.receives), output_args=outputs, group=group,
             dw_builder=module.deferred.take if module.deferred else None,
         )  # fmt: skip
+        stage.progress = progress
         modules.append(module)
         stages.append(stage)
-    return Runner(signature, group, modules, _schedule(schedule, stages, len(parts), pipeline.size))
+    made = _schedule(schedule, stages, len(parts), pipeline.size)
+    return Runner(signature, group, modules, made, progress)
 
 
 def _schedule(name: str, stages: list[Any], count: int, ranks: int) -> Any:
@@ -259,8 +229,7 @@ def sum_shared(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
     if not shared:
         return
     assert channel is not None
-    has = mesh.pp.exchange({n for n, p, _ in shared if not is_missing(p) and p.grad is not None})
-    channel.begin()
+    has = channel.exchange({n for n, p, _ in shared if not is_missing(p) and p.grad is not None})
     for name, param, ranks in shared:
         if pipeline.rank not in ranks or not any(name in theirs for theirs in has):
             continue
