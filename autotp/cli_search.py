@@ -221,7 +221,8 @@ def _draw(result: Any, best: Any, folder: Path) -> None:
     from .search.report import trace
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = {"pareto": draw.pareto(result), "breakdown": draw.breakdown(result.plans)}
+    title = f"{result.workload.name} on {result.cluster.gpus} x {result.cluster.gpu.name}"
+    made = {"pareto": draw.pareto(result), "breakdown": draw.breakdown(result.plans, title)}
     if best.timeline is not None:
         made |= {"pipeline": draw.pipeline(best), "memory": draw.memory(best)}
         (folder / "pipeline.trace.json").write_text(trace(best))

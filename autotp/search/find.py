@@ -15,7 +15,7 @@ from . import memory
 from .cluster import Cluster, load
 from .cost import dtype_named
 from .counts import count
-from .predict import RECOMPUTE, Config, predict, train
+from .predict import RECOMPUTE, Config, Prediction, predict, train
 from .result import BATCH, FINE, ROUNDS, TOO_BIG, Rejected, SearchResult
 from .table import Costs, Table, evaluate
 from .workload import Workload
@@ -79,7 +79,20 @@ def search(
     why[(why == FINE) & (costs.memory > memory.usable(machine))] = TOO_BIG
     good = np.flatnonzero(why == FINE)
     result = SearchResult(
-        machine, workload, mode, [], [], len(table), len(good), coarse, batch, dtype, table, why, costs.memory
+        machine,
+        workload,
+        mode,
+        [],
+        [],
+        len(table),
+        len(good),
+        coarse,
+        batch,
+        dtype,
+        table,
+        why,
+        costs.memory,
+        costs.time,
     )
     order = good[np.argsort(costs.time[good], kind="stable")]
     plans = [
@@ -87,7 +100,8 @@ def search(
         for i, row in enumerate(order[: 2 * top])
     ]
     result.plans = sorted((p for p in plans if p.fits), key=lambda p: p.step_time)[:top]
-    result.pareto = [train(workload, machine, result._config(row), False) for row in pareto(costs, order)]
+    front = [train(workload, machine, result._config(row), False) for row in pareto(costs, order)]
+    result.pareto = unbeaten([*front, *result.plans[:1]])
     return result
 
 
@@ -123,6 +137,12 @@ def candidates(
                     continue
                 rows.append((tp, cp, pp, dp, _virtual(layers, pp)))
     coarse += _unused(cluster, layers)
+    if workload.seq < LONG and "cp" not in held:
+        coarse.append(f"cp > 1: for sequences from {LONG} tokens on; these have {workload.seq}")
+    if cluster.software.fused_attention:
+        coarse.append("recompute=selective: a fused attention keeps no scores to make again")
+    coarse.append(f"micro_batch other than {', '.join(map(str, MICRO_BATCHES))}: near one of these")
+    coarse.append("virtual_stages that do not cut the layers evenly, or more than 16")
     if workload.experts > 1:
         coarse.append(
             f"ep that does not divide {workload.experts} experts and dp: a rank would have a part of one"
@@ -223,12 +243,22 @@ def pareto(costs: Costs, by_time: np.ndarray) -> list[int]:
     return front
 
 
+def unbeaten(plans: list[Prediction]) -> list[Prediction]:
+    """Those that no other beats in both time and memory, fastest first."""
+    front: list[Prediction] = []
+    for plan in sorted(plans, key=lambda p: (p.step_time, p.peak_memory)):
+        if not front or plan.peak_memory < front[-1].peak_memory:
+            front.append(plan)
+    return front
+
+
 def _generate(
     workload: Workload, cluster: Cluster, batch: int, dtype: str, top: int, held: Mapping[str, Any]
 ) -> SearchResult:
-    plans, rejected = [], []
+    plans, rejected, coarse = [], [], []
     for tp in _divisors(cluster.gpus):
-        if tp > max(1, workload.head_ways * 8):
+        if tp > max(1, workload.head_ways) and "tp" not in held:
+            coarse.append(f"tp={tp}: {workload.name} divides into {workload.head_ways} at most")
             continue
         for pp in _divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
@@ -251,20 +281,15 @@ def _generate(
                         Rejected(config, f"needs {plan.peak_memory / 1e9:.0f} GB of {cluster.gpu.memory:.0f}")
                     )
     plans.sort(key=lambda p: p.step_time)
-    front, least = [], np.inf
-    for plan in plans:
-        if plan.peak_memory < least:
-            front.append(plan)
-            least = plan.peak_memory
     return SearchResult(
         cluster,
         workload,
         "generate",
         plans[:top],
-        front,
+        unbeaten(plans),
         len(plans) + len(rejected),
         len(plans),
-        [],
+        coarse,
         batch,
         dtype,
         _others=rejected,

@@ -9,12 +9,17 @@ the next).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .cluster import Cluster
-from .cost import BYTES
+from .cost import BYTES, Setting
+from .schedule import in_flight
 from .workload import Shares, Unit, Workload, share
+
+if TYPE_CHECKING:
+    from .predict import Config
 
 Array = np.ndarray
 OPTIMIZER = 12.0  # bytes of a parameter's master copy and Adam moments
@@ -115,3 +120,47 @@ def cache(unit: Unit, tp: Array, sequences: Array, context: float, dtype: str) -
 def usable(cluster: Cluster) -> float:
     """Bytes of a GPU that tensors can fill: what CUDA, NCCL and the allocator take is left out."""
     return (cluster.gpu.memory - cluster.software.reserve) * 1e9
+
+
+def by_stage(
+    workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting
+) -> list[dict[str, float]]:
+    """Peak bytes by kind of each pipeline rank that holds the units `held`."""
+    params = stage_params(workload, held, s.tp, np.ones(1) * c.ep)[0]
+    experts = stage_experts(workload, held, s.tp, c.ep)[0]
+    data, zero, width = np.array(float(c.dp * c.cp)), np.array(c.zero), cluster.software.gradient_bytes
+    dense = state(params - experts, data, zero, width, c.dtype)
+    routed = state(experts, data / c.ep, zero, width, c.dtype)
+    weights, gradients, optimizer = (a + b for a, b in zip(dense, routed, strict=True))
+    flight = in_flight(c.schedule, c.pp, c.microbatches, c.virtual_stages) / c.virtual_stages
+    kept = [
+        saved(u, s.tp, s.micro_batch, s.sequence_parallel, s.cp, s.width, s.fused, c.recompute)
+        for u in workload.units
+    ]
+    found = []
+    for rank, units in enumerate(held):
+        activations = flight[rank] * sum(float(kept[i].kept[0]) for i in units)
+        transient = max((float(kept[i].transient[0]) for i in units), default=0.0)
+        one = sum(float(kept[i].kept[0]) for i in units)
+        head = loose = 0.0
+        if rank == c.pp - 1:
+            head = float(logits(workload, s.tp, s.micro_batch, s.cp)[0])
+            loose = float(head_gradient(workload, s.tp)[0])
+        elif rank == 0:
+            loose = max(0.0, float(table_gradient(workload, s.tp)[0]) - one)
+        gathered = 0.0
+        if c.zero >= 3:
+            largest = max(float(stage_params(workload, [[i]], s.tp, c.ep)[0, 0]) for i in units)
+            gathered = 2 * (4.0 if c.dtype == "fp32" else 2.0) * largest
+        kinds = {
+            "weights": float(weights[rank]),
+            "gradients": float(gradients[rank]),
+            "optimizer": float(optimizer[rank]),
+            "activations": activations,
+            "layer at work": transient,
+            "loose gradient": loose,
+            "logits": head,
+            "gathered": gathered,
+        }
+        found.append(kinds)
+    return found

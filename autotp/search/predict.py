@@ -16,7 +16,7 @@ from .cost import Setting, dtype_named, loss_time, ring_time, unit_passes
 from .counts import count
 from .data_parallel import data_parallel
 from .generate import generation
-from .schedule import SCHEDULES, Timeline, balanced, in_flight, simulate
+from .schedule import SCHEDULES, Timeline, balanced, simulate
 from .workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
@@ -78,6 +78,7 @@ class Prediction:
     sequences: int = 0  # generate: that fit into memory at once, with `seq` tokens each
     timeline: Timeline | None = field(default=None, repr=False)
     stages: tuple[int, ...] = ()  # layers of each stage
+    memory_by_stage: tuple[Mapping[str, float], ...] = ()  # train: `memory` of each stage by kind
 
     @property
     def peak_memory(self) -> float:
@@ -98,6 +99,7 @@ class Prediction:
             "breakdown_s": dict(self.breakdown),
             "memory_bytes": list(self.memory),
             "memory_breakdown_bytes": dict(self.memory_breakdown),
+            "memory_by_stage_bytes": [dict(kinds) for kinds in self.memory_by_stage],
             "capacity_bytes": self.capacity,
             "fits": self.fits,
             "layers_per_stage": list(self.stages),
@@ -305,11 +307,24 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
         "optimizer": optimizer,
         "fixed per step": cluster.software.step_ms * 1e-3,
     }
-    mem, kinds = stage_memory(workload, cluster, c, held, s)
+    kinds = memory.by_stage(workload, cluster, c, held, s)
+    mem = tuple(sum(kind.values()) for kind in kinds)
+    fullest = kinds[int(np.argmax(mem))]
     tokens = c.batch * workload.seq / step
     layers = tuple(sum(workload.units[i].layer for i in stage) for stage in held)
     return Prediction(
-        c, step, mem, breakdown, kinds, memory.usable(cluster), None, tokens, 0, timeline, layers
+        c,
+        step,
+        mem,
+        breakdown,
+        fullest,
+        memory.usable(cluster),
+        None,
+        tokens,
+        0,
+        timeline,
+        layers,
+        tuple(kinds),
     )
 
 
@@ -326,7 +341,9 @@ def _pipeline(
     and that part is multiplied. Not simulated: the slowest rank's work, and once through the others."""
     work = [sum(forward[k] + backward[k] for k in range(r, len(forward), c.pp)) for r in range(c.pp)]
     if c.pp == 1:
-        return c.microbatches * work[0], None
+        few = min(c.microbatches, 2)
+        timeline = simulate("1f1b", forward, backward, few, ranks=1) if simulated else None
+        return c.microbatches * work[0], timeline
     # A send holds its rank up, too: frameworks of 2021-24 do not run on while they send.
     sends = 2 * hop * c.virtual_stages
     few = c.microbatches if c.schedule == "gpipe" else min(c.microbatches, 2 * c.pp)
@@ -338,48 +355,3 @@ def _pipeline(
         return timeline.length + (c.microbatches - few) * (max(work) + sends), timeline
     through = (sum(work) - max(work) + sends * (c.pp - 1)) / c.virtual_stages
     return c.microbatches * (max(work) + sends) + through, None
-
-
-def stage_memory(
-    workload: Workload, cluster: Cluster, c: Config, held: list[list[int]], s: Setting
-) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Peak bytes of each pipeline rank that holds the units `held`, and the fullest one's by kind."""
-    params = memory.stage_params(workload, held, s.tp, np.ones(1) * c.ep)[0]
-    experts = memory.stage_experts(workload, held, s.tp, c.ep)[0]
-    data, zero, width = np.array(float(c.dp * c.cp)), np.array(c.zero), cluster.software.gradient_bytes
-    dense = memory.state(params - experts, data, zero, width, c.dtype)
-    routed = memory.state(experts, data / c.ep, zero, width, c.dtype)
-    weights, gradients, optimizer = (a + b for a, b in zip(dense, routed, strict=True))
-    flight = in_flight(c.schedule, c.pp, c.microbatches, c.virtual_stages) / c.virtual_stages
-    kept = [
-        memory.saved(u, s.tp, s.micro_batch, s.sequence_parallel, s.cp, s.width, s.fused, c.recompute)
-        for u in workload.units
-    ]
-    totals, kinds = [], []
-    for rank, units in enumerate(held):
-        activations = flight[rank] * sum(float(kept[i].kept[0]) for i in units)
-        transient = max((float(kept[i].transient[0]) for i in units), default=0.0)
-        one = sum(float(kept[i].kept[0]) for i in units)
-        head = loose = 0.0
-        if rank == c.pp - 1:
-            head = float(memory.logits(workload, s.tp, s.micro_batch, s.cp)[0])
-            loose = float(memory.head_gradient(workload, s.tp)[0])
-        elif rank == 0:
-            loose = max(0.0, float(memory.table_gradient(workload, s.tp)[0]) - one)
-        gathered = 0.0
-        if c.zero >= 3:
-            largest = max(float(memory.stage_params(workload, [[i]], s.tp, c.ep)[0, 0]) for i in units)
-            gathered = 2 * 2.0 * largest
-        kind = {
-            "weights": float(weights[rank]),
-            "gradients": float(gradients[rank]),
-            "optimizer": float(optimizer[rank]),
-            "activations": activations,
-            "layer at work": transient,
-            "loose gradient": loose,
-            "logits": head,
-            "gathered": gathered,
-        }
-        kinds.append(kind)
-        totals.append(sum(kind.values()))
-    return tuple(totals), kinds[int(np.argmax(totals))]

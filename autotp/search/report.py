@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .predict import Prediction
-from .result import SearchResult
+from .result import SearchResult, named, seconds
 
 
 def plans_table(plans: Sequence[Prediction], title: str, numbered: bool = True) -> Table:
@@ -42,8 +42,7 @@ def plans_table(plans: Sequence[Prediction], title: str, numbered: bool = True) 
         else:
             numbers += [f"{p.tokens_per_second:,.0f}"]
         shares = [f"{p.breakdown[k] / p.step_time:.0%}" for k in kinds]
-        name = str(p.config) if not generate else f"tp={p.config.tp} pp={p.config.pp} replicas={p.config.dp}"
-        row = [name, *numbers, *shares, f"{p.peak_memory / 1e9:.1f} GB"]
+        row = [named(p), *numbers, *shares, f"{p.peak_memory / 1e9:.1f} GB"]
         table.add_row(*([str(i)] if numbered else []), *row)
     return table
 
@@ -51,7 +50,7 @@ def plans_table(plans: Sequence[Prediction], title: str, numbered: bool = True) 
 def prediction_table(p: Prediction) -> Table:
     """One prediction: seconds and bytes by what they go to."""
     table = Table(
-        title=str(p.config),
+        title=named(p),
         title_justify="left",
         title_style="bold",
         header_style="bold",
@@ -88,13 +87,6 @@ def summary(result: SearchResult) -> str:
         f"{result.cluster.gpus} x {result.cluster.gpu.name}: "
         f"{result.considered:,} configurations, {result.fit:,} fit"
     )
-
-
-def seconds(t: float) -> str:
-    """A time in the unit that reads best."""
-    if t >= 1:
-        return f"{t:.2f} s"
-    return f"{t * 1e3:.2f} ms" if t >= 1e-3 else f"{t * 1e6:.0f} us"
 
 
 def _short(kind: str) -> str:

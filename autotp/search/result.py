@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class SearchResult:
     _table: Table | None = field(default=None, repr=False)
     _why: np.ndarray | None = field(default=None, repr=False)
     _memory: np.ndarray | None = field(default=None, repr=False)
+    _time: np.ndarray | None = field(default=None, repr=False)
     _others: list[Rejected] = field(default_factory=list, repr=False)
 
     @property
@@ -71,6 +72,13 @@ class SearchResult:
         assert self._table is not None
         return self._table.config(row, self.batch, self.dtype, "1f1b")
 
+    def fitting(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and bytes of every configuration that fits, as the search estimated them."""
+        if self._why is None or self._time is None or self._memory is None:
+            return np.array([p.step_time for p in self.plans]), np.array([p.peak_memory for p in self.plans])
+        fine = self._why == FINE
+        return self._time[fine], self._memory[fine]
+
     def rejected(self) -> Iterator[Rejected]:
         """Every configuration that was turned down, with its reason."""
         yield from self._others
@@ -90,25 +98,29 @@ class SearchResult:
 
     def why(self, a: Prediction, b: Prediction) -> str:
         """The two plans compared: what each gains and pays."""
-        lines = [f"A: {a.config}", f"B: {b.config}"]
-        rows = [
-            ("step", a.step_time, b.step_time, "s"),
-            *((k, a.breakdown[k], b.breakdown.get(k, 0.0), "s") for k in a.breakdown),
+        lines = [f"A: {named(a)}", f"B: {named(b)}"]
+        rows: list[tuple[str, float, float, Callable[[float], str]]] = [
+            ("token" if a.prefill_time is not None else "step", a.step_time, b.step_time, seconds),
+            *((f"  {k}", a.breakdown[k], b.breakdown.get(k, 0.0), seconds) for k in a.breakdown),
         ]
+        if a.prefill_time is not None and b.prefill_time is not None:
+            rows.append(("prefill", a.prefill_time, b.prefill_time, seconds))
         kinds = {**a.memory_breakdown, **b.memory_breakdown}
-        rows += [("memory", a.peak_memory, b.peak_memory, "B")]
-        rows += [(k, a.memory_breakdown.get(k, 0.0), b.memory_breakdown.get(k, 0.0), "B") for k in kinds]
-        for name, x, y, unit in rows:
+        rows.append(("memory of the fullest GPU", a.peak_memory, b.peak_memory, gigabytes))
+        rows += [
+            (f"  {k}", a.memory_breakdown.get(k, 0.0), b.memory_breakdown.get(k, 0.0), gigabytes)
+            for k in kinds
+        ]
+        for name, x, y, shown in rows:
             if max(x, y) > 0:
-                shown = (lambda v: f"{v:9.3f} s ") if unit == "s" else (lambda v: f"{v / 1e9:9.2f} GB")
-                better = "A is better" if x < y else "B is better" if y < x else "equal"
-                lines.append(f"  {name:32} {shown(x)}  {shown(y)}  {better}")
+                better = "equal" if shown(x) == shown(y) else "A is better" if x < y else "B is better"
+                lines.append(f"  {name:34} {shown(x):>10}  {shown(y):>10}  {better}")
         faster, slower = (a, b) if a.step_time <= b.step_time else (b, a)
         gains = {k: slower.breakdown.get(k, 0.0) - v for k, v in faster.breakdown.items()}
         most = max(gains, key=lambda k: gains[k])
         lines.append(
             f"{'A' if faster is a else 'B'} is {slower.step_time / faster.step_time - 1:.1%} faster, most of "
-            f"it by {most} ({gains[most]:.3f} s less)."
+            f"it by {most} ({seconds(gains[most])} less)."
         )
         return "\n".join(lines)
 
@@ -126,3 +138,21 @@ class SearchResult:
             "pareto": [p.to_dict() for p in self.pareto],
             "rules": self.coarse,
         }
+
+
+def named(p: Prediction) -> str:
+    """A plan's configuration, as it reads: of generation the degrees alone."""
+    c = p.config
+    return str(c) if p.prefill_time is None else f"tp={c.tp} pp={c.pp} replicas={c.dp}"
+
+
+def seconds(t: float) -> str:
+    """A time in the unit that reads best."""
+    if t >= 1:
+        return f"{t:.2f} s"
+    return f"{t * 1e3:.2f} ms" if t >= 1e-3 else f"{t * 1e6:.0f} us"
+
+
+def gigabytes(size: float) -> str:
+    """Bytes as GB."""
+    return f"{size / 1e9:.2f} GB"

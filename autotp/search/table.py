@@ -148,7 +148,7 @@ def evaluate(workload: Workload, cluster: Cluster, table: Table, batch: int, dty
     weights, gradients, state = (a + b for a, b in zip(dense, shared, strict=True))
     each = [memory.stage_params(workload, [[i]], table.tp, table.ep) for i in range(len(workload.units))]
     biggest = np.max(each, axis=0)[:, 0]
-    gathered = np.where(table.zero >= 3, 4.0 * biggest, 0.0)
+    gathered = np.where(table.zero >= 3, (8.0 if dtype == "fp32" else 4.0) * biggest, 0.0)
     # On the first stage the embedding's gradient comes when a micro-batch's activations are gone.
     table_gradient = np.maximum(0.0, memory.table_gradient(workload, table.tp) - first_kept)
     first = first_kept * flight + np.where(table.pp > 1, table_gradient, 0.0)
