@@ -23,13 +23,15 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 
+from .assumed import Answers
 from .captured import CapturedGraph, ModuleCall
 from .errors import AutotpError, CaptureError
 from .inputs import example_inputs
+from .lifting import intercepting
 from .nested import map_parts, tensors_in
-from .recorder import Recorder, intercepting
+from .recorder import Recorder
 from .sites import Frame, Site, frames_of
-from .skeleton import clone, copying_as_fake, fake_like, forward_code, is_leaf
+from .skeleton import Skeleton, clone, copying_as_fake, fake_like, forward_code, is_leaf
 
 __all__ = ["CapturedGraph", "Frame", "ModuleCall", "Site", "capture", "record"]
 
@@ -47,13 +49,16 @@ def capture(model: nn.Module, /, **inputs: Any) -> CapturedGraph:
 
 
 def record(
-    model: nn.Module, inputs: Mapping[str, Any], leaves: Iterable[type[nn.Module]] = ()
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    leaves: Iterable[type[nn.Module]] = (),
+    answers: Answers | None = None,
 ) -> CapturedGraph:
     """`capture`, with the inputs in a mapping. leaves: classes of modules that are recorded as one call as
-    well, for which the caller has rules."""
+    well, for which the caller has rules. answers: what the code is told of data, where not what is known."""
     given, own = dict(inputs), tuple(leaves)
     skeleton = clone(model)
-    recorder = Recorder(skeleton)
+    recorder = Recorder(skeleton, answers)
     try:
         with quietly(), collected_later(), torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
             faked = _placeholders(recorder, given)
@@ -64,6 +69,19 @@ def record(
         raise
     except Exception as error:
         raise _explained(error, recorder) from error
+
+
+@contextmanager
+def answering(
+    skeleton: Skeleton, inputs: Mapping[str, Any], leaves: tuple[type[nn.Module], ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """Within it the skeleton's code may ask of data, and is told what it is told in a capture. Gives the
+    inputs, fake."""
+    recorder = Recorder(skeleton)
+    with skeleton.mode:
+        faked = _placeholders(recorder, dict(inputs))
+        with _intercepted(recorder, leaves), recorder:
+            yield faked
 
 
 @contextmanager
@@ -99,7 +117,7 @@ def _placeholders(recorder: Recorder, inputs: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors_in(inputs):
         # One tensor given twice is one value: the last placeholder stands for it.
         fakes.setdefault(id(tensor), fake_like(tensor, recorder.skeleton.mode))
-        recorder.placeholder(name, fakes[id(tensor)])
+        recorder.placeholder(name, fakes[id(tensor)], tensor)
 
     def faked(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

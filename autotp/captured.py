@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .assumed import Assumption
 from .errors import CaptureError
 from .ints import Attr, Comparison, Dim
 from .nested import map_nodes, tensors_in
@@ -61,7 +62,8 @@ class CapturedGraph:
     path and name. escapes: by module attribute, where its bare value was read; size_escapes: the same
     by tensor size; comparisons: what the
     code asked of attributes and tensor sizes, and where. training: the mode it ran in.
-    leaves: the caller's classes that were recorded as one call.
+    leaves: the caller's classes that were recorded as one call. assumed: what it was told of data; asked: by
+    place, the comparisons of sizes and of numbers that were read.
     """
 
     graph: fx.Graph
@@ -76,6 +78,8 @@ class CapturedGraph:
     comparisons: dict[Comparison, Frame]
     training: bool
     leaves: tuple[type[nn.Module], ...] = ()
+    assumed: list[Assumption] = field(default_factory=list)
+    asked: dict[Frame, list[Comparison]] = field(default_factory=dict)
     _checked: set[Any] = field(default_factory=set, repr=False)
 
     def run(self, model: nn.Module, /, **inputs: Any) -> Any:
@@ -98,6 +102,7 @@ class CapturedGraph:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         values: dict[fx.Node, Any] = {}
         last_uses = self._last_uses()
+        told = {assumption.node: assumption for assumption in self.assumed}
         for node in self.graph.nodes:
             if node.op == "output":
                 break
@@ -111,6 +116,13 @@ class CapturedGraph:
             # Each call runs as it was made, under no_grad or not.
             with torch.set_grad_enabled(torch.is_grad_enabled() and node.meta.get("grad_enabled", True)):
                 values[node] = self._step(node, model, given, values, device)
+            assumption = told.get(node)
+            if assumption is not None and not assumption.holds(values[node]):
+                raise CaptureError(
+                    f"When the graph was captured, {assumption.told} at {assumption.site}; on these inputs "
+                    "it is otherwise, and the model may take another way. Capture again with inputs like "
+                    "these, or run the model itself."
+                ).at(assumption.site.module)
             for used in last_uses.get(node, ()):
                 values.pop(used, None)
         return map_nodes(self.output, values.__getitem__)

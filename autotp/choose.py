@@ -126,6 +126,8 @@ def _share(dim: Axis, axis: Axis) -> float:
 
 def _unfit(index: GraphIndex, axis: Axis, flow: Flow) -> str | None:
     """Why this axis can't be sharded at a reasonable price, or None."""
+    if axis in index.unsized:
+        return "its size hangs on the data"
     if flow.problems:
         return flow.problems[0]
     if (
@@ -170,6 +172,8 @@ def _split(index: GraphIndex, axis: Axis, flow: Flow, parts: int) -> dict[Axis, 
     partner = _partner(index, axis, flow)
     if partner is None:
         return f"its size {axis.size} is below the {parts} ranks"
+    if partner in index.unsized:
+        return f"its size {axis.size} is below the {parts} ranks, and that of the groups hangs on the data"
     if axis.size * partner.size < parts:
         return f"{axis.size} x {partner.size} heads are fewer than the {parts} ranks"
     other = follow(index, partner)

@@ -94,6 +94,8 @@ class GraphIndex:
         self.module_params: dict[
             fx.Node, dict[str, str]
         ] = {}  # leaf call -> {own name: graph-wide parameter name}
+        self.unsized = axes.hanging()  # leaves whose size hangs on the data
+        self._unsized = {axis.find() for axis in axes.unsized}  # one of size 1 has no leaves
         self._tensors()
         self._axes()
         self.enclosing = self._enclosing()
@@ -110,7 +112,8 @@ class GraphIndex:
             args = (*node.meta.get("args", node.args),) if node.op != "output" else node.args
             tree = {**dict(enumerate(args)), **(node.meta.get("kwargs", node.kwargs) or {})}
             found = [Operand(p, v) for p, v in walk(tree) if isinstance(v, fx.Node) and has_tensor(v)]
-            computes = has_tensor(node) or node.op == "output"  # a read of a shape uses no values
+            # A read of a shape uses no values.
+            computes = has_tensor(node) or node.op == "output" or "reads" in node.meta
             self.operands[node] = found if computes else []
             for op in self.operands[node]:
                 self.uses[op.node].append((node, op.path))
@@ -182,6 +185,10 @@ class GraphIndex:
         """A batch norm: its buffers stay whole, its parallel layer takes its part of them."""
         module = self.captured.skeleton.get_submodule(str(node.target))
         return isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d))
+
+    def hangs_on_data(self, axis: Axis) -> bool:
+        """Whether another run may find another size of `axis`."""
+        return axis.find() in self._unsized or not self.unsized.isdisjoint(leaves(axis))
 
     def facts(self, node: fx.Node) -> Facts | None:
         return self.axes.facts.get(node)

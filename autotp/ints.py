@@ -51,6 +51,16 @@ class Dim:
 
 
 @dataclass(frozen=True)
+class Read:
+    """A number that was read from a tensor's values: another run may find another. `number`: which read.
+    `every`: each number that could be read there was."""
+
+    value: int | float
+    number: int
+    every: bool = False
+
+
+@dataclass(frozen=True)
 class Bin:
     """`op(left, right)`; `op` is a key of `OPS`."""
 
@@ -59,7 +69,7 @@ class Bin:
     right: Expr
 
 
-Expr = Const | Attr | Dim | Bin
+Expr = Const | Attr | Dim | Read | Bin
 
 
 def ceildiv(left: float, right: float) -> int:
@@ -87,7 +97,7 @@ def evaluate(
     attrs: values by (module path, attribute name). dims: gives the size a `Dim` stands for.
     Raises KeyError for an attribute that `attrs` lacks, ValueError for a `Dim` when `dims` is None.
     """
-    if isinstance(expr, Const):
+    if isinstance(expr, (Const, Read)):
         return expr.value
     if isinstance(expr, Attr):
         return attrs[expr.module, expr.name]
@@ -112,6 +122,11 @@ def atoms(expr: Expr) -> set[Attr]:
 def dims_of(expr: Expr) -> set[Dim]:
     """The tensor sizes in `expr`."""
     return _leaves(expr, Dim)
+
+
+def reads_of(expr: Expr) -> set[Read]:
+    """The numbers in `expr` that were read from tensors' values."""
+    return _leaves(expr, Read)
 
 
 def expr_of(value: int | float) -> Expr:
@@ -188,14 +203,26 @@ class EscapeLog:
     def __init__(self) -> None:
         self.frames: dict[Attr | Dim, list[Frame]] = {}
         self.comparisons: dict[Comparison, Frame] = {}
+        self.asked: dict[Frame, list[Comparison]] = {}  # all that was asked at a place
+        self.turned: frozenset[Frame] = frozenset()  # where comparisons give the opposite
         self._seen: set[tuple[Attr | Dim, CodeType, int]] = set()
 
-    def compared(self, comparison: Comparison, depth: int) -> None:
-        """Log a comparison made by the code `depth` calls above this one."""
+    def compared(self, comparison: Comparison, depth: int) -> bool:
+        """Log a comparison made by the code `depth` calls above this one. Returns whether to give the
+        opposite of what it is."""
         frame = sys._getframe(depth)
-        if comparison not in self.comparisons and not is_internal(frame.f_code):
-            at = Frame(frame.f_code, frame.f_lasti, frame.f_lineno)
-            self.comparisons[comparison] = at
+        if is_internal(frame.f_code):
+            return False
+        at = Frame(frame.f_code, frame.f_lasti, frame.f_lineno)
+        self.comparisons.setdefault(comparison, at)
+        if (
+            reads_of(comparison.left)
+            or dims_of(comparison.left)
+            or reads_of(comparison.right)
+            or dims_of(comparison.right)
+        ):
+            self.asked.setdefault(at, []).append(comparison)
+        return at in self.turned
 
     def note(self, expr: Expr, depth: int) -> None:
         """Log that `expr` was read by the code `depth` calls above this one; library code is not the
@@ -315,14 +342,16 @@ def _escaping(base: type, name: str) -> Callable[..., Any]:
     op = "ne" if name == "__bool__" else name.strip("_")  # `if n:` asks whether it is 0
 
     def method(self: Any, *others: Any) -> Any:
+        turned = False
         if op in COMPARISONS and self.log is not None:
             other = others[0] if others else 0
             if isinstance(other, (int, float)):
-                self.log.compared(Comparison(op, self.expr, expr_of(other)), depth=2)
+                turned = self.log.compared(Comparison(op, self.expr, expr_of(other)), depth=2)
         for number in (self, *others):
             if isinstance(number, (TrackedInt, TrackedFloat)) and number.log is not None:
                 number.log.note(number.expr, depth=2)
-        return read(plain(self), *(plain(other) for other in others))
+        result = read(plain(self), *(plain(other) for other in others))
+        return not result if turned else result
 
     return method
 

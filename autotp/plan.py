@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .layouts import DimLayout, ParamLayout
 from .realise import Where
+from .sites import Site
 
 if TYPE_CHECKING:
     from .pipeline.stages import Stages
@@ -49,8 +50,9 @@ class ParamPlan:
         for d, ranks in self.layout.dims.items():
             bounds = sorted({0, self.shape[d], *(b for ranges in ranks for r in ranges for b in r)})
             held = sum(
-                b - a for a, b in zip(bounds, bounds[1:], strict=False) if all(_holds(ranges, a) for ranges
-                in ranks)
+                b - a
+                for a, b in zip(bounds, bounds[1:], strict=False)
+                if all(_holds(ranges, a) for ranges in ranks)
             )
             shares.append(1 - held / self.shape[d])
         return max(shares)
@@ -164,6 +166,8 @@ class Plan:
     )
     stages: Stages | None = None
     styles: TpPlan = field(default_factory=TpPlan)
+    assumed: tuple[str, ...] = ()  # what the model was told of data when it was captured
+    skippable: tuple[Site, ...] = ()  # calls that it does not come by on some data: that is no error
 
     @property
     def degrees(self) -> str:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .agreement import allowed_by, disagreement
 from .alone import split_alone_in
 from .axes import Axis, leaves
 from .capture import CapturedGraph, collected_later, record
 from .choose import Choice, choose
+from .data_ways import everywhere
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .experts import Experts, exchanges, find_experts, set_apart
 from .flow import Flow
@@ -43,7 +45,7 @@ from .recapture import check_plan, hollow
 from .rules import OwnRules, rules_by_target
 from .solve import Solution, solve
 from .tp_plan import in_styles
-from .ways import allowed_by, disagreement, other_ways
+from .ways import Ways, other_ways
 
 
 @dataclass
@@ -260,10 +262,16 @@ def plan_and_analysis(
             return _in_styles(result, found, model), found
         try:
             checked = check_plan(quiet, result, found)
-            unseen = _check_ways(model, quiet, result, found, hooked)
+            ways = _check_ways(model, quiet, result, found, hooked)
+            unseen = ways.unseen
             if checked.unseen is not None:
                 unseen.append(f"decoding with a cache: {checked.unseen}")
-            result = replace(result, unexamined=tuple(_alike_everywhere(line) for line in unseen))
+            result = replace(
+                result,
+                unexamined=tuple(_alikeeverywhere(line) for line in unseen),
+                assumed=tuple(dict.fromkeys(f"{a.told} at {a.site}" for a in found.captured.assumed)),
+                skippable=tuple(everywhere(ways.skipped, found.captured)),
+            )
             return _in_styles(result, found, model), found
         except AutotpError as doubt:
             axes = _axes_in(found, doubt.module) if doubt.module is not None else set()
@@ -294,11 +302,9 @@ def _in_styles(result: Plan, found: Analysis, model: nn.Module) -> Plan:
     return replace(result, styles=said)
 
 
-def _check_ways(
-    model: nn.Module, quiet: nn.Module, result: Plan, found: Analysis, hooked: Hooked
-) -> list[str]:
+def _check_ways(model: nn.Module, quiet: nn.Module, result: Plan, found: Analysis, hooked: Hooked) -> Ways:
     """Where training or other sizes take another way, the plan made of that must be this plan; else
-    PlanError. Returns the ways that could not be examined."""
+    PlanError."""
     ways = other_ways(quiet, result, found)
     alone = split_alone_in(result)
     for way in ways.differing:
@@ -309,12 +315,12 @@ def _check_ways(
             unbound = Policy().bind(way.index, result.tp)
             decided = decide(way.index, result.tp, unbound, refused, hooked, bool(found.experts))
             other = to_plan(model, replace(decided, alone=alone), result.tp)
-            wrong = disagreement(result, other, way.index.captured)
+            wrong = disagreement(result, other, way.index)
         except AutotpError as error:
             raise PlanError(f"{told}, and no plan for that is found: {error}").at(where) from error
         if wrong is not None:
             raise PlanError(f"{told}, and a plan for that would be another: {wrong}").at(where)
-    return ways.unseen
+    return ways
 
 
 def _analyse_fully(
@@ -362,7 +368,7 @@ def _analyse_masked(
     return analyse(model, tp, inputs, policy, hooked, rules)
 
 
-def _alike_everywhere(text: str) -> str:
+def _alikeeverywhere(text: str) -> str:
     """Without addresses of objects, which differ from rank to rank."""
     return re.sub(r"0x[0-9a-fA-F]+", "0x…", text)
 

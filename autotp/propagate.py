@@ -21,7 +21,21 @@ from torch import fx, nn
 
 from .axes import Axis, AxisConflict, covering, leaf, leaves, occurrences
 from .captured import CapturedGraph
-from .rules import RULES, Contract, Dims, Facts, Forbid, NoRule, Op, Rule, Rules, rules_by_target
+from .ints import TrackedFloat, TrackedInt, reads_of
+from .known import PICKS
+from .rules import (
+    RULES,
+    SEES_NUMBERS,
+    Contract,
+    Dims,
+    Facts,
+    Forbid,
+    NoRule,
+    Op,
+    Rule,
+    Rules,
+    rules_by_target,
+)
 from .rules.modules import transposed_linear
 from .skeleton import leaf_class, linear_kind
 
@@ -33,13 +47,20 @@ class Axes:
     """of: per node a list with an axis per dim (a list of lists where the result is a tuple; [] for what is
     no tensor). params: the same by the name of each parameter and buffer; tied ones share a list. facts: per
     node. unknown: the operations without a rule, or whose rule failed, with the reason: every axis they touch
-    is forbidden there. rules: the caller's own."""
+    is forbidden there. rules: the caller's own. unsized: axes whose size hangs on the data: never sharded.
+    cuts: the segments, and the axis that the data cut into them."""
 
     of: dict[fx.Node, Any] = field(default_factory=dict)
     params: dict[str, Dims] = field(default_factory=dict)
     facts: dict[fx.Node, Facts] = field(default_factory=dict)
     unknown: list[tuple[fx.Node, str]] = field(default_factory=list)
     rules: Rules = field(default_factory=dict)
+    unsized: list[Axis] = field(default_factory=list)
+    cuts: list[tuple[Dims, Axis]] = field(default_factory=list)
+
+    def hanging(self) -> set[Axis]:
+        """The leaves whose size hangs on the data."""
+        return {below for axis in self.unsized for below in leaves(axis)}
 
 
 def propagate(captured: CapturedGraph, rules: Rules | Iterable[Rule] | None = None) -> Axes:
@@ -60,6 +81,10 @@ def propagate(captured: CapturedGraph, rules: Rules | Iterable[Rule] | None = No
         elif node.op == "get_attr":
             axes.of[node] = axes.params[str(node.target)]
             axes.facts[node] = Facts()
+        elif "reads" in node.meta:
+            axes.of[node] = []
+            operands = [axis for used in node.all_input_nodes for axis in axes.of[used]]
+            axes.facts[node] = Facts(forbids=[Forbid(axis, "the code reads its values") for axis in operands])
         elif not _has_tensor(node.meta.get("val")):
             axes.of[node] = []  # numbers computed from shapes
             axes.facts[node] = Facts()
@@ -97,12 +122,14 @@ def _apply(
         full = first_names.get(f"{node.target}.{name}" if node.target else name)
         return None if full is None else (full, axes.params[full])
 
-    op = Op(node, axes.of, module, param)
+    op = Op(node, axes.of, module, param, axes.hanging() if axes.unsized else frozenset(), axes.cuts)
     rule = find_rule(node, module, rules)
     name = getattr(node.target, "__name__", str(node.target))
     try:
         if rule is None:
             raise NoRule(f"no rule for {name if module is None else type(module).__name__}")
+        if _reads(op) and node.target not in SEES_NUMBERS:
+            raise NoRule("one of its numbers is read from a tensor's values")
         dims = rule(op)
         _check_sizes(dims, op.out)
     except (AxisConflict, NoRule, IndexError, KeyError, TypeError, ValueError) as error:
@@ -118,9 +145,25 @@ def _apply(
         for _, operand in _operands(op):
             op.forbid(operand, why)
         dims = _fresh(op.out)
+        if _reads(op) or PICKS in node.meta:
+            op.facts.unsized += _flat(dims)
+    axes.unsized += op.facts.unsized
     _mark_positional(op, dims)
     axes.of[node], axes.facts[node] = dims, op.facts
     return op
+
+
+def _reads(op: Op) -> bool:
+    """Whether a number among the arguments was read from a tensor's values."""
+
+    def read(value: Any) -> bool:
+        if isinstance(value, slice):
+            return read((value.start, value.stop, value.step))
+        if isinstance(value, (tuple, list)):
+            return any(map(read, value))
+        return isinstance(value, (TrackedInt, TrackedFloat)) and bool(reads_of(value.expr))
+
+    return read([*op.args, *op.kwargs.values()])
 
 
 def _mark_positional(op: Op, dims: Any) -> None:

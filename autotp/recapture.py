@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from .alone import arrows_around
-from .capture import CapturedGraph, quietly, record
+from .capture import CapturedGraph, answering, quietly, record
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
 from .errors import AutotpError, CaptureError, PlanError
@@ -119,8 +119,7 @@ def check_decoding(
         given = found.captured.inputs
         if set(MAIN.values()) & set(given):  # seen with the first token, not with those that follow
             given = text_alone(found.captured) or given
-        inputs = {k: skeleton.fake(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-        with torch.no_grad(), skeleton.mode:
+        with torch.no_grad(), answering(skeleton, given) as inputs:
             first = skeleton.module(**{**inputs, "use_cache": True})
             kept = {k: first[k] for k in ("past_key_values", "cache_params") if first.get(k) is not None}
             fed = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
@@ -293,7 +292,10 @@ def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
                 continue
             compared += 1
             want, got = shapes.shape(node), tuple(other.meta["val"].shape)
-            if want != got:
+            if len(want) != len(got) or any(
+                a != b and not found.index.hangs_on_data(axis)
+                for a, b, axis in zip(want, got, found.index.axes.of[node], strict=True)
+            ):
                 wrong.append((f"{describe(node)}: {list(got)} on rank {rank}, planned {list(want)}", node))
     if wrong:
         told = "\n  ".join(why for why, _ in wrong[:6])

@@ -92,7 +92,7 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     if plan.observed:
         request.watch(model)
     for module, sites in patches.items():
-        guard = SiteGuard(module)
+        guard = SiteGuard(module, plan.skippable)
         owner = model.get_submodule(module)
         patch_forward(owner, {site: guard.watch(site, patch) for site, patch in sites.items()})
         owner.register_forward_hook(guard)
@@ -110,11 +110,13 @@ class SiteGuard:
     """Sees that a module whose forward is rewritten at some calls makes all of them.
 
     A branch that was not taken when the model was captured would run unchanged code on shards, perhaps with
-    the right shapes. That must not pass in silence.
+    the right shapes. That must not pass in silence. skippable: calls past which another way goes that was
+    examined as well.
     """
 
-    def __init__(self, module: str):
+    def __init__(self, module: str, skippable: tuple[Site, ...] = ()):
         self.module = module
+        self.skippable = {site.frames[-1] for site in skippable if site.module == module}
         self.seen: set[Any] = set()
         self._watchers: dict[Any, Callable[[Any], Any]] = {}
 
@@ -135,7 +137,7 @@ class SiteGuard:
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        missed = [key[0] for key in self._watchers if key not in self.seen]
+        missed = [k[0] for k in self._watchers if k not in self.seen and k[0] not in self.skippable]
         self.seen.clear()
         if missed:
             raise AutotpError(

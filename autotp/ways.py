@@ -9,30 +9,33 @@ the same dims; what the two do not agree on is a reason to keep the module whole
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses import fake_tensor
 
-from .axes import Axis, factors, layout, leaves, segments
+from .assumed import Answers
+from .axes import Axis, factors, leaves, segments
 from .capture import CapturedGraph, record
-from .errors import AutotpError, CaptureError
-from .graph import GraphIndex, walk
+from .data_ways import data_ways
+from .errors import AutotpError, CaptureError, PlanError
+from .graph import GraphIndex
 from .ints import COMPARISONS, Comparison, Dim, dims_of, evaluate
-from .layouts import Layout, split
 from .modalities import text_alone
 from .nested import map_parts, tensors_in
 from .plan import Plan
 from .propagate import propagate
 from .recapture import Standin, alike
+from .sites import Site
 
 if TYPE_CHECKING:
     from .planner import Analysis
 
 MOST = 8  # captures at other sizes
+MOST_OF_DATA = 16  # captures in which data decide otherwise
 Place = tuple[tuple[tuple[str, int], ...], str]  # lines of the calls that lead there, and what is called
 
 
@@ -53,6 +56,7 @@ class Ways:
 
     differing: list[Way] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    skipped: set[Site] = field(default_factory=set)
 
 
 def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
@@ -75,6 +79,7 @@ def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
                 result.unseen.append(f"{when}: it can't be recorded so ({first_line(error)})")
         else:
             result.differing += _differing(when, found, again, skipped)
+    _ways_of_data(run, found, result)
     sizes = Sizes(found.index)
     todo = [(sizes, changed) for changed in (*sizes.all_larger(), *sizes.turning())]
     done = {_shapes(found.captured.inputs)}
@@ -102,6 +107,33 @@ def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
     return result
 
 
+def _ways_of_data(run: _Runner, found: Analysis, result: Ways) -> None:
+    sites = {n.meta.get("site") for n in found.index.nodes if n.op == "call_function"}
+    for number, way in enumerate(data_ways(found.index)):
+        if number == MOST_OF_DATA:
+            result.unseen.append("on other data: its code asks for values at too many places")
+            break
+        try:
+            again, skipped = run(found.captured.inputs, training=False, answers=way.answers)
+        except AutotpError as error:
+            own = error.__cause__ is None or isinstance(error.__cause__, _READS_DATA)
+            if own and way.only_assumed:
+                told = f"{way.when}: it can't be recorded so, and nothing is known of the values"
+                raise PlanError(f"{told} ({first_line(error)})").at(
+                    getattr(error, "module", None) or ""
+                ) from error
+            if own:
+                result.unseen.append(f"{way.when}: it can't be recorded so ({first_line(error)})")
+            continue  # else the model itself refuses such data
+        result.differing += _differing(way.when, found, again, skipped)
+        came_by = {n.meta.get("site") for n in again.graph.nodes if n.op == "call_function"}
+        result.skipped |= {
+            site
+            for site in sites - came_by
+            if site is not None and not f"{site.module}.".startswith(tuple(f"{path}." for path in skipped))
+        }
+
+
 _READS_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
@@ -120,13 +152,15 @@ class _Runner:
         self.model, self.leaves = model, leaves
         self.standins = [(model.get_submodule(call.path), call) for call in repeated]
 
-    def __call__(self, inputs: dict[str, Any], training: bool) -> tuple[CapturedGraph, tuple[str, ...]]:
+    def __call__(
+        self, inputs: dict[str, Any], training: bool, answers: Answers | None = None
+    ) -> tuple[CapturedGraph, tuple[str, ...]]:
         """The capture, and the paths of the layers left out."""
         held = [module._modules for module, _ in self.standins]
         try:
             for module, call in self.standins:
                 module.forward, module._modules = Standin(call.output, call), {}
-            return self._captured(inputs, training), tuple(call.path for _, call in self.standins)
+            return self._captured(inputs, training, answers), tuple(call.path for _, call in self.standins)
         except AutotpError:
             if not held:
                 raise
@@ -134,11 +168,11 @@ class _Runner:
             for (module, _), parts in zip(self.standins, held, strict=True):
                 module._modules = parts
                 del module.forward
-        return self._captured(inputs, training), ()  # its layers can't be left out
+        return self._captured(inputs, training, answers), ()  # its layers can't be left out
 
-    def _captured(self, inputs: dict[str, Any], training: bool) -> CapturedGraph:
+    def _captured(self, inputs: dict[str, Any], training: bool, answers: Answers | None) -> CapturedGraph:
         try:
-            return record(self.model.train(training), inputs, self.leaves)
+            return record(self.model.train(training), inputs, self.leaves, answers)
         finally:
             self.model.eval()
 
@@ -252,7 +286,8 @@ class Sizes:
         return resized(dims[dim.index], changed)
 
     def inputs(self, changed: dict[Axis, int]) -> dict[str, Any]:
-        """The captured inputs at these sizes; of tensors only shape, dtype and requires_grad are kept."""
+        """The captured inputs at these sizes: rows are repeated, sequences go on as they end. Of tensors of
+        fractions only shape, dtype and requires_grad are kept."""
         given = self.index.captured.inputs
         nodes = {str(n.target): n for n in self.index.nodes if n.op == "placeholder"}
         made: dict[int, torch.Tensor] = {}
@@ -260,8 +295,7 @@ class Sizes:
             dims = self.index.axes.of.get(nodes[name]) if name in nodes else None
             shape = tuple(resized(dim, changed) for dim in dims) if dims else tuple(tensor.shape)
             if shape != tuple(tensor.shape):
-                other = tensor.detach().new_empty(shape, device="meta")
-                made[id(tensor)] = other.requires_grad_(tensor.requires_grad)
+                made[id(tensor)] = _at_shape(tensor, shape)
 
         def changed_in(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -269,6 +303,17 @@ class Sizes:
             return map_parts(value, changed_in) if isinstance(value, (dict, list, tuple)) else value
 
         return changed_in(given)
+
+
+def _at_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    other = tensor.detach()
+    if tensor.is_floating_point() or tensor.is_complex() or 0 in tensor.shape:
+        return other.new_empty(shape, device="meta").requires_grad_(tensor.requires_grad)
+    for dim, size in enumerate(shape):
+        places = torch.arange(size, device=tensor.device)
+        last = tensor.shape[dim] - 1
+        other = other.index_select(dim, places % (last + 1) if dim == 0 else places.clamp(max=last))
+    return other
 
 
 def resized(dim: Axis, changed: dict[Axis, int]) -> int:
@@ -284,71 +329,4 @@ def resized(dim: Axis, changed: dict[Axis, int]) -> int:
     return total
 
 
-# --- does the plan hold there? ------------------------------------------------------------------------------
-
-
-def allowed_by(plan: Plan, index: GraphIndex) -> dict[Axis, str]:
-    """The axes of another capture that `plan` does not shard, as axes to refuse."""
-    wanted: set[Axis] = set()
-    for name, p in plan.params.items():
-        if p.layout is not None and name in index.axes.params:
-            for d, ranks in p.layout.dims.items():
-                wanted |= _split_in(index.axes.params[name][d], ranks)
-    return {axis: "the plan does not shard it" for axis in index.holders if axis not in wanted}
-
-
-def _split_in(dim: Axis, ranks: Layout) -> set[Axis]:
-    """The leaves of `dim` that are split where its layout is `ranks`: of heads * head_dim the heads, if whole
-    heads are held. All, where no single leaf split evenly gives that layout."""
-    all_of_it = set(leaves(dim))
-
-    def gives(leaf: Axis) -> bool:
-        return ranks == tuple(layout(dim, {leaf: held}) for held in split(leaf.size, len(ranks)))
-
-    return {leaf for leaf in all_of_it if leaf.size >= len(ranks) and gives(leaf)} or all_of_it
-
-
-def disagreement(plan: Plan, other: Plan, captured: CapturedGraph) -> str | None:
-    """What a plan made of another way wants otherwise than `plan`, for the modules and weights met there."""
-    used = {str(n.target) for n in captured.graph.nodes if n.op == "get_attr"}
-    called = {call.path for call in captured.calls} | {""}
-
-    def met(name: str) -> bool:
-        return name in used or name.rpartition(".")[0] in called
-
-    for name, p in other.params.items():
-        mine = plan.params[name]
-        if met(name) and (p.layout, p.gradient, p.once) != (mine.layout, mine.gradient, mine.once):
-            return f"{name} as {p.placement}, not {mine.placement}"
-    layers = {la.module: (la.kind, dict(la.options)) for la in plan.layers}
-    others = {la.module: (la.kind, dict(la.options)) for la in other.layers}
-    for module in sorted((layers.keys() | others.keys()) & called):
-        if layers.get(module) != others.get(module):
-            return f"another layer for {module}"
-    ints = {(i.module, i.name): i.local for i in plan.ints}
-    for i in other.ints:
-        if ints.get((i.module, i.name)) != i.local:
-            return f"{i.module}.{i.name} = {i.local[0]}"
-
-    def at(keep: Callable[[Any], bool], p: Plan) -> set[Any]:
-        return {(c.kind, c.enter, w) for c in p.collectives for w in c.where if keep(w)}
-
-    passed = {
-        (call.path, path)
-        for call in captured.calls
-        for path, value in walk({**dict(enumerate(call.args)), **call.kwargs})
-        if isinstance(value, fx.Node)
-    }
-    # Of what is done with an argument, nothing is where that is left out.
-    here = at(lambda w: w.site is None and w.module in called, plan)
-    here = {(k, e, w) for k, e, w in here if w.kind != "in" or (w.module, w.path) in passed}
-    there = at(lambda w: w.site is None and w.module in called, other)
-    inside = at(lambda w: w.site is not None, other) - at(lambda w: w.site is not None, plan)
-    for kind, _, w in sorted(here ^ there | inside, key=str):
-        return f"{'no ' if (kind, _, w) in here else 'a '}{kind} at {w}"
-    arguments = {(a.where, a.local) for a in plan.arguments}
-    lacking = (a for a in other.arguments if (a.where, a.local) not in arguments)
-    return next((f"{a.local[0]} at {a.where}" for a in lacking), None)
-
-
-__all__ = ["Sizes", "Way", "Ways", "allowed_by", "disagreement", "other_ways", "resized"]
+__all__ = ["Sizes", "Way", "Ways", "other_ways", "resized"]

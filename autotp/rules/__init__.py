@@ -34,8 +34,12 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
 )
 """The built-in rules, by torch function, `torch.Tensor` method or leaf module class."""
 
+SEES_NUMBERS = frozenset({*pointwise.RULES, *indexing.RULES, *everywhere("split", "split_with_sizes")})
+"""Operations whose rules know what it means that one of their numbers was read from a tensor."""
+
 __all__ = [
     "RULES",
+    "SEES_NUMBERS",
     "Contract",
     "Dims",
     "Facts",

@@ -10,6 +10,7 @@ from torch import fx
 from ..axes import Axis, AxisConflict, leaf, reshape, unify
 from ..captured import setitem
 from ..ints import plain
+from ..known import PICKS, ROWS, is_mask
 from .op import Dims, NoRule, Op, Rule, everywhere, rule
 
 RULES: dict[Any, Rule] = {}
@@ -26,9 +27,16 @@ def getitem(op: Op) -> Dims:
 def assign(op: Op) -> Dims:
     """Not linear: the elements that are not written stay as they are on every rank."""
     x, index, value = op.dims(0), op.value(1), op.dims(2)
-    if _is_mask(index) and not value:  # x[mask] = number, element by element
+    if is_mask(index) and not value:  # x[mask] = number, element by element
         mask = op.dims(1)
         return op.broadcast(mask, x[: len(mask)], shape=op.shape[: len(mask)]) + x[len(mask) :]
+    if is_mask(index):  # the masked elements, in order
+        mask, rest = op.dims(1), x[len(op.dims(1)) :]
+        op.forbid([*mask, *x[: len(mask)]], "single elements of it are written")
+        rows = max(len(value) - len(rest), 0)
+        op.forbid(value[:rows], "its elements are written one by one")
+        op.broadcast(rest, value[rows:], shape=[axis.size for axis in rest])
+        return x
     target = indexed(op, x, index)
     while len(value) > len(target) and value[0].size == 1:
         value = value[1:]
@@ -65,8 +73,9 @@ def indexed(op: Op, x: Dims, index: Any) -> Dims:
             position += width
             if isinstance(item, int):  # counts as an index tensor of no dims where there are others
                 dims: Dims = []
-            elif _is_mask(item):
-                raise NoRule("how many elements a mask picks depends on the values")
+            elif is_mask(item):
+                op.forbid(op.of(item), "it says which elements are picked")
+                dims = [_rows(op, [axis for dims in advanced for axis in dims])]
             elif isinstance(item, fx.Node):
                 dims = op.of(item)
             else:
@@ -87,11 +96,16 @@ def _width(item: Any) -> int:
     """How many dims an index element takes."""
     if item is None or item is Ellipsis:
         return 0
-    return item.meta["val"].ndim if _is_mask(item) else 1
+    return item.meta["val"].ndim if is_mask(item) else 1
 
 
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, fx.Node) and item.meta["val"].dtype in (torch.bool, torch.uint8)
+def _rows(op: Op, others: Dims) -> Axis:
+    """The axis of what a mask picks. others: of index tensors beside it."""
+    if PICKS not in op.node.meta:
+        raise NoRule("how many elements a mask picks depends on the values")
+    if others:
+        raise NoRule("a mask beside other index tensors")
+    return op.unsized(op.node.meta[ROWS][0])
 
 
 def _run(item: Any, size: int) -> slice | None:
@@ -108,6 +122,9 @@ def _sliced(op: Op, axis: Axis, item: slice) -> Axis:
         raise NoRule("a slice whose ends are values of tensors")
     start, stop, step = slice(plain(item.start), plain(item.stop), plain(item.step)).indices(axis.size)
     length = len(range(start, stop, step))
+    if op.hangs_on_data(item):
+        op.forbid(axis, "where it is cut hangs on the data")
+        return op.unsized(length)
     if step == 1:
         stop = start + length
         before, kept, after = op.cut(
@@ -144,7 +161,11 @@ def narrow(op: Op) -> Dims:
     op.linear("each", (0, "input"))
     x = op.dims((0, "input"))
     dim, start = op.arg("dim", 1) % len(x), op.arg("start", 2)
-    x[dim] = _sliced(op, x[dim], slice(start, start % x[dim].size + op.arg("length", 3)))
+    if op.hangs_on_data(*op.args[2:], *op.kwargs.values()):
+        op.forbid(x[dim], "where it is cut hangs on the data")
+        x[dim] = op.unsized(op.shape[dim])
+    else:
+        x[dim] = _sliced(op, x[dim], slice(start, start % x[dim].size + op.arg("length", 3)))
     return x
 
 
@@ -265,7 +286,15 @@ def masked_scatter(op: Op) -> Dims:
 
 @here(*everywhere("masked_select", "nonzero", "argwhere"))
 def selected(op: Op) -> Any:
-    raise NoRule("how many elements it gives depends on the values")
+    """As many rows as a mask picks."""
+    if PICKS not in op.node.meta:
+        raise NoRule("how many elements it gives depends on the values")
+    for key in (*range(len(op.args)), *op.kwargs):
+        op.forbid(op.dims(key), "it says which elements are picked, or they are taken one by one")
+    rows = op.unsized(op.node.meta[ROWS][0])
+    if isinstance(op.out, tuple):
+        return [[rows] for _ in op.out]
+    return [rows, op.fresh(op.shape[1])] if op.out.ndim == 2 else [rows]
 
 
 @here(F.embedding, torch.embedding)
@@ -282,4 +311,6 @@ def embedding(op: Op) -> Dims:
 
 @here(F.one_hot)
 def one_hot(op: Op) -> Dims:
-    return [*op.dims((0, "input")), op.positional(op.fresh(op.shape[-1]))]
+    classes = op.shape[-1]
+    made = op.unsized(classes) if op.hangs_on_data(*op.args[1:], *op.kwargs.values()) else op.fresh(classes)
+    return [*op.dims((0, "input")), op.positional(made)]

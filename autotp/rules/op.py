@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import GetSetDescriptorType
 from typing import Any, Literal
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..axes import Axis, AxisConflict, cut, leaf, unify
+from ..axes import Axis, AxisConflict, cut, leaf, leaves, unify
 from ..errors import AutotpError
+from ..ints import TrackedFloat, TrackedInt, dims_of, reads_of
 from ..nested import untracked
 
 Dims = list[Axis]
@@ -65,6 +66,7 @@ class Facts:
     addends: tuple[int | str, ...] = ()
     positional: list[Axis] = field(default_factory=list)
     fill: list[Axis] = field(default_factory=list)
+    unsized: list[Axis] = field(default_factory=list)
 
 
 class Op:
@@ -76,6 +78,8 @@ class Op:
         of: Mapping[fx.Node, Any],
         module: nn.Module | None = None,
         param: Callable[[str], tuple[str, Dims] | None] = lambda name: None,
+        hanging: Set[Axis] = frozenset(),
+        cuts: list[tuple[Dims, Axis]] | None = None,
     ):
         self.node, self.module, self.facts = node, module, Facts()
         self.args: tuple[Any, ...] = tuple(node.meta["args"])
@@ -84,6 +88,8 @@ class Op:
         self.ignored: set[int | str] = set()
         self.dropped: Dims = []
         self._of, self._param = of, param
+        self._hanging = hanging  # leaves whose size hangs on the data
+        self._cuts = [] if cuts is None else cuts  # axes that were cut as the data said, and their segments
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,6 +197,27 @@ class Op:
         self.facts.fill.append(axis)
         return axis
 
+    def unsized(self, size: int) -> Axis:
+        """An axis made here whose size hangs on the data."""
+        axis = leaf(size)
+        self.facts.unsized.append(axis)
+        return axis
+
+    def hangs_on_data(self, *numbers: Any) -> bool:
+        """Whether one of these numbers, nested or not, was read from a tensor, or is the size of an axis that
+        hangs on the data."""
+        return any(self._hangs_on_data(number) for number in numbers)
+
+    def _hangs_on_data(self, value: Any) -> bool:
+        if isinstance(value, slice):
+            return self.hangs_on_data(value.start, value.stop, value.step)
+        if isinstance(value, (tuple, list)):
+            return self.hangs_on_data(*value)
+        if not isinstance(value, (TrackedInt, TrackedFloat)):
+            return False
+        sizes = (self._of[dim.node][dim.index] for dim in dims_of(value.expr) if self._of.get(dim.node))
+        return bool(reads_of(value.expr)) or any(not self._hanging.isdisjoint(leaves(axis)) for axis in sizes)
+
     def broadcast(self, *operands: Dims, shape: Sequence[int] | None = None) -> Dims:
         """The axes of operands broadcast together. A dim of size 1 that is stretched says nothing of the
         others."""
@@ -207,11 +234,22 @@ class Op:
 
     def cut(self, axis: Axis, sizes: Sequence[int], why: str) -> Dims:
         """`axis` cut into segments; where it has no such segments it is needed whole, and they are new."""
+        if self.hangs_on_data(*self.args[1:], *self.kwargs.values()):
+            self.forbid(axis, "where it is cut hangs on the data")
+            segments = [self.unsized(size) for size in sizes]
+            self._cuts.append((segments, axis))
+            return segments
         try:
             return cut(axis, sizes)
         except AxisConflict:
             self.forbid(axis, why)
             return [leaf(size) for size in sizes]
+
+    def uncut(self, segments: Sequence[Axis]) -> Axis | None:
+        """The axis that was cut into just these segments, where the data said how."""
+        found = [part.find() for part in segments]
+        cuts = (axis for parts, axis in self._cuts if [part.find() for part in parts] == found)
+        return next(cuts, None)
 
     def _tensor(self, value: Any) -> torch.Tensor | None:
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
@@ -249,9 +287,7 @@ def parameter_of(value: Any) -> str | None:
     return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
 
 
-def rule(
-    *targets: Hashable, into: MutableMapping[Hashable, Rule] | None = None
-) -> Callable[[Rule], Rule]:
+def rule(*targets: Hashable, into: MutableMapping[Hashable, Rule] | None = None) -> Callable[[Rule], Rule]:
     """A rule for functions, `torch.Tensor` methods, custom operators or module classes.
 
     @autotp.rule(torch.ops.mine.scan)

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from .op import Dims, NoRule, Op, Operand, Rule, everywhere, rule
+from .indexing import selected
+from .op import Dims, Op, Operand, Rule, everywhere, rule
 
 RULES: dict[Any, Rule] = {}
 here = partial(rule, into=RULES)
@@ -99,7 +100,7 @@ def random_unary(op: Op) -> Dims:
 @here(*everywhere("where"))
 def where(op: Op) -> Dims:
     if len(op.args) + len(op.kwargs) == 1:
-        raise NoRule("the number of elements found depends on the values")
+        return selected(op)
     # x.where(condition, other) has the value first.
     first: Operand = 0 if op.node.target is torch.Tensor.where else (1, "input")
     other: Operand = (2, "other")

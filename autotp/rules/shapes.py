@@ -158,7 +158,8 @@ def joined(op: Op, tensors: list[Dims], dim: int) -> Dims:
         for i, (a, b) in enumerate(zip(result, other, strict=True)):
             if i != dim:
                 result[i] = unify(a, b)
-    result[dim] = concat([dims[dim] for dims in tensors])
+    parts = [dims[dim] for dims in tensors]
+    result[dim] = op.uncut(parts) or concat(parts)
     return result
 
 
