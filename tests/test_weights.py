@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from distributed import run
 from torch import nn
 
 from autotp.checkpoint import open_checkpoint
@@ -184,6 +185,45 @@ def test_tied_weights(tmp_path: Path) -> None:
         assert torch.equal(state["lm_head.weight"], tensors[embed] + 1) and torch.equal(
             state[embed], tensors[embed]
         )
+
+
+def _resident(key: str) -> float:
+    """In MB. VmHWM: the highest since it was cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) / 1024
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [1024, 4096] * 8
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, [*sizes[1:], 1024], strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def _cut(rank: int) -> dict[str, float]:
+    import autotp
+
+    inputs = {"x": torch.ones(1, 1024)}
+    with torch.device("meta"):
+        autotp.plan(Stack(), 2, example_inputs=inputs)  # what planning imports
+    model = Stack()
+    whole = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    autotp.parallelize(model, tp=2, example_inputs=inputs)
+    return {"peak": _resident("VmHWM") - whole, "after": _resident("VmRSS") - whole}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="tells peaks of memory on Linux only")
+def test_what_is_cut_is_freed_as_it_goes() -> None:
+    """Of 268 MB, in weights of 17, a half is let go; with both held at once the peak were 134 above the
+    whole."""
+    for found in run(2, _cut):
+        assert found["after"] < -80 and found["peak"] < 100, found
 
 
 # ---------------------------------------------------------------- what is refused
