@@ -170,7 +170,7 @@ class Waiting:
         self.timeout, self.yielding, self.over, self._spins = timeout, yielding, False, 0
 
     def pause(self) -> bool:
-        """Wait a moment: none, then as little as gives way to others, then 50 µs. True about once a second:
+        """Wait a moment: none, then as little as gives way to others, then 50 to 500 µs. True about once a second:
         time to ask whether the others live."""
         if self._spins < _SPINS:
             self._spins += 1
@@ -182,7 +182,8 @@ class Waiting:
         if now - self._start < self.yielding:
             os.sched_yield()
             return False
-        time.sleep(5e-5)
+        # A look takes CPU time that the awaited process may need: the longer it has taken, the fewer.
+        time.sleep(min(max(5e-5, (now - self._start) / 100), 5e-4))
         if now - self._asked <= _ASK:
             return False
         self._asked = now

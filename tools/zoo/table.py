@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .sweep import RESULTS, rows_of
+from .sweep import RESULTS, STAGES, rows_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 OUTCOMES = ("ok", "partly", "refused", "slow", "crash", "hang", "wrong", "baseline")
@@ -37,6 +37,8 @@ def page(tables: dict[str, dict[str, Row]], versions: str) -> str:
         "",
         *_bars(everything),
         "",
+        *_stages_bar([row["stages"] for row in everything if "stages" in row]),
+        "",
         "*ok*: all equal, at least 90 % of the block weights sharded. *partly*: all equal, less sharded. "
         "*refused*: a clear error",
         "before anything ran. *crash*: an error that autotp did not foresee, or only the first run shows. "
@@ -52,8 +54,8 @@ def page(tables: dict[str, dict[str, Row]], versions: str) -> str:
             "",
             f"## {task}",
             "",
-            "| class | outcome | sharded tp=2 / 4 | largest error | padded | s | why |",
-            "|---|---|---|---|---|---|---|",
+            "| class | outcome | sharded tp=2 / 4 | largest error | padded | pp=2 / tp=2 × pp=2 | s | why |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         lines += [_line(rows[cls]) for cls in sorted(rows)]
     return "\n".join(lines) + "\n"
@@ -96,6 +98,26 @@ def _bars(rows: list[Row]) -> list[str]:
     ]
 
 
+def _stages_bar(rows: list[Row]) -> list[str]:
+    """What came of those that were run in stages: outputs, a padded batch, and greedy tokens."""
+    count = Counter(row["outcome"] for row in rows)
+    told = ", ".join(f"{count[o]} {o}" for o in OUTCOMES if count[o])
+    refused = [row for row in rows if row["outcome"] == "refused"]
+    lines = [
+        f"In pipeline stages (`--stages`: pp=2, and tp=2 × pp=2 on four ranks; {len(rows)} classes so far): "
+        f"{told}. Compared on every rank: outputs, those of a padded batch, greedy tokens. "
+        "*refused* here also by an error of the first call, before any number."
+    ]
+    lines += ["", "| refused in stages | why |", "|---|---|"] if refused else []
+    return lines + [f"| {row['class']} | {_told(row['why'])} |" for row in refused]
+
+
+def _told(why: str, length: int = 200) -> str:
+    why = re.sub(r"\s+", " ", why).replace("|", "\\|")
+    why = why if len(why) <= length else why[: length - 3] + "…"
+    return re.sub(r"([<>*_])", r"\\\1", why)
+
+
 def _line(row: Row) -> str:
     degrees = [row.get(f"tp{tp}", {}) for tp in (2, 4)]
     sharded = " / ".join(f"{d['sharded']:.0%}" if "sharded" in d else "–" for d in degrees)
@@ -108,10 +130,10 @@ def _line(row: Row) -> str:
     ]
     worst = f"{max(errors):.0e}" if errors else "–"
     padded = "yes" if all("padded" in d.get("errors", {}) for d in degrees) else "–"
-    why = re.sub(r"\s+", " ", row.get("why", "")).replace("|", "\\|")
-    why = why if len(why) <= 200 else why[:197] + "…"
-    why = re.sub(r"([<>*_])", r"\\\1", why)
-    cells = [row["class"], row["outcome"], sharded, worst, padded, f"{row['seconds']:.0f}", why]
+    staged = row.get("stages", {})
+    meshes = " / ".join(staged.get(m, {}).get("outcome", "–") for m in ("pp2", "tp2pp2"))
+    why = _told(row.get("why", ""))
+    cells = [row["class"], row["outcome"], sharded, worst, padded, meshes, f"{row['seconds']:.0f}", why]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -124,6 +146,10 @@ def main() -> int:
     from . import tiny
 
     tables = {task: rows for task in tiny.TASKS if (rows := rows_of(task))}
+    for task, rows in tables.items():
+        for cls, staged in rows_of(STAGES + task).items():
+            if cls in rows:
+                rows[cls]["stages"] = staged
     PAGE.write_text(page(tables, versions))
     counts = Counter(row["outcome"] for rows in tables.values() for row in rows.values())
     print(f"{PAGE.name}: {json.dumps(counts)} from {RESULTS.name}/")
