@@ -170,8 +170,8 @@ class Waiting:
         self.timeout, self.yielding, self.over, self._spins = timeout, yielding, False, 0
 
     def pause(self) -> bool:
-        """Wait a moment: none, then as little as gives way to others, then 50 to 500 µs. True about once a second:
-        time to ask whether the others live."""
+        """Wait a moment: none, then as little as gives way to others, then 50 to 500 µs. True about once a
+        second: time to ask whether the others live."""
         if self._spins < _SPINS:
             self._spins += 1
             return False
