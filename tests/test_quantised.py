@@ -15,6 +15,7 @@ from torch import nn
 import autotp
 from autotp.comm import Comm, simulate
 from autotp.errors import CheckpointError, PlanError
+from autotp.mesh import Mesh
 from autotp.quantised import Packed, components, is_packed
 
 QUIET = pytest.mark.filterwarnings("ignore:.*stay whole")
@@ -154,6 +155,13 @@ def test_load(ao: Any, name: str, tmp_path: Path) -> None:
         for key, value in quantised.state_dict().items():
             mine, theirs = bits(full[key]), bits(value)
             assert all(torch.equal(mine[k], theirs[k]) for k in theirs), key
+
+    def staged(comm: Comm) -> torch.Tensor:
+        model: Any = autotp.load(tmp_path / "q", comm=Mesh.split(comm, tp=1, pp=2), progress=False)
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    assert all(torch.equal(logits, want) for logits in simulate(2, staged))
     with pytest.raises(CheckpointError, match="autotp shard can't handle quantised weights"):
         from autotp.presharded import write_shards
 
