@@ -281,6 +281,28 @@ class Stack(nn.Module):
 IDS: Inputs = {"ids": torch.arange(10).view(2, 5)}
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+class OwnBackward(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(super().forward(x))
+
+
+def test_a_gradient_comes_back_to_an_autograd_function() -> None:
+    """In whose forward, which is what is recorded, nothing requires one."""
+    for layer in (Layer, OwnBackward):
+        stages = cut(capture(Stack(layer=layer), **IDS), 2)
+        assert [c.requires_grad for c in stages.crossings[0]] == [True]
+
+
 def test_layers_are_units_and_experts_are_not() -> None:
     expected = ["embed", *(f"layers.{i}" for i in range(4)), "head"]
     assert units_of(Stack(), IDS) == expected

@@ -28,7 +28,7 @@ def torchs(name, ranks, microbatches, virtual):
     if not many and not hasattr(schedule, "_get_pipeline_order"):
         pytest.skip("this torch shows no action table of schedules of one stage a rank")
     table = schedule.pipeline_order if many else schedule._get_pipeline_order()
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
     return [
         [
             (kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
@@ -44,7 +44,7 @@ def torchs(name, ranks, microbatches, virtual):
 @pytest.mark.parametrize(
     ("name", "ours", "virtual"),
     [("GPipe", "gpipe", 1), ("1F1B", "1f1b", 1), ("Interleaved1F1B", "interleaved", 2),
-     ("Interleaved1F1B", "interleaved", 4)],
+     ("Interleaved1F1B", "interleaved", 4), ("InterleavedZeroBubble", "zero-bubble", 1)],
 )  # fmt: skip
 def test_actions_are_torchs(name, ours, virtual, ranks, microbatches):
     found = orders(ours, ranks, microbatches, virtual)
