@@ -1,6 +1,7 @@
 """Operations that move, merge, split, join and repeat dims and leave the values as they are."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,10 +26,41 @@ def view(op: Op) -> Dims:
         op.forbid(x[-1], "its bits are read as another dtype")
         return [*x[:-1], op.fresh(op.shape[-1])]
     op.linear("each", (0, "input"))
-    result = reshape(x, op.shape)
+    try:
+        result = reshape(x, op.shape)
+    except AxisConflict:
+        result = [axis for old, new in _groups(x, op.shape) for axis in _regrouped(op, old, new)]
     if op.has((1, "other")):  # view_as: the sizes are the other's
         op.broadcast(result, op.dims((1, "other")))
     return result
+
+
+def _groups(x: Dims, shape: Sequence[int]) -> Iterator[tuple[Dims, list[int]]]:
+    """The dims of a view in the smallest runs that have as many elements before as after it: each such run is a
+    view by itself."""
+    old: Dims = []
+    new: list[int] = []
+    todo, sizes = list(x), list(shape)
+    while todo or sizes:
+        before, after = math.prod(axis.size for axis in old), math.prod(new)
+        if before == after and old and new:
+            yield old, new
+            old, new = [], []
+        elif todo and (before <= after or not sizes):
+            old.append(todo.pop(0))
+        else:
+            new.append(sizes.pop(0))
+    yield old, new
+
+
+def _regrouped(op: Op, old: Dims, new: list[int]) -> Dims:
+    """The axes of a run of dims that is viewed as `new`; where they begin in the middle of units, all is needed
+    whole."""
+    try:
+        return reshape(old, new)
+    except AxisConflict as error:
+        op.forbid(old, str(error))
+        return [op.positional(op.fresh(size)) for size in new]
 
 
 @here(*everywhere("squeeze"))
