@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from .axes import Axis, leaves
@@ -249,6 +250,8 @@ def _reduce_late(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
         (user,) = users
         if index.enclosing[user] is not home or user.op != "call_function" or user in flow.partial:
             break
+        if not isinstance(user.meta["val"], torch.Tensor):
+            break  # several results (a split): before they part, one reduction does for all
         if not _passes_partial(index, flow, node, user):
             break
         flow.partial.add(user)

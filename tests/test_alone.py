@@ -301,3 +301,23 @@ class Gathered(nn.Module):
 def test_a_gather_behind_a_norm_is_made() -> None:
     report = autotp.verify(noisy(Gathered()), 2, example_inputs=Y, steps=1)
     assert report.ok, str(report)
+
+
+class Gates(nn.Module):
+    """Sums over the sharded channels, made by a product in the code and then taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.sums, self.back = nn.Parameter(torch.zeros(10, 24)), nn.Parameter(torch.zeros(24, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        low, scale = torch.split(h @ self.sums.t(), [4, 6], dim=-1)
+        return self.down(h * torch.tanh(low @ self.back.t()) * scale.softmax(-1)[..., :1])
+
+
+def test_a_sum_that_is_taken_apart_is_reduced_before() -> None:
+    report = autotp.verify(noisy(Gates()), 2, example_inputs=Y, steps=2)
+    assert report.ok, str(report)
+    assert report.plan.sharded_fraction == 1.0
