@@ -36,8 +36,8 @@ def view(op: Op) -> Dims:
 
 
 def _groups(x: Dims, shape: Sequence[int]) -> Iterator[tuple[Dims, list[int]]]:
-    """The dims of a view in the smallest runs that have as many elements before as after it: each such run is a
-    view by itself."""
+    """The dims of a view in the smallest runs that have as many elements before as after it: each such run
+    is a view by itself."""
     old: Dims = []
     new: list[int] = []
     todo, sizes = list(x), list(shape)
@@ -54,8 +54,8 @@ def _groups(x: Dims, shape: Sequence[int]) -> Iterator[tuple[Dims, list[int]]]:
 
 
 def _regrouped(op: Op, old: Dims, new: list[int]) -> Dims:
-    """The axes of a run of dims that is viewed as `new`; where they begin in the middle of units, all is needed
-    whole."""
+    """The axes of a run of dims that is viewed as `new`; where they begin in the middle of units, all is
+    needed whole."""
     try:
         return reshape(old, new)
     except AxisConflict as error:
