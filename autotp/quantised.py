@@ -23,6 +23,7 @@ from .errors import CheckpointError, PlanError
 from .layouts import DimLayout, Layout, ParamLayout, take_dim
 from .lazy import LazyTensor, read
 
+ENOUGH = 1024  # rows or columns that a trial has where they are not cut
 SAME = 1e-4  # of the product's norm: float32 rounding is far below, one wrong scale far above
 
 
@@ -194,6 +195,7 @@ def _tried(weight: Tensor, dims: Mapping[int, Layout], empty: set[str]) -> str |
     ((dim, layout),) = dims.items()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        weight = _shortened(weight.detach(), 1 - dim)
         try:
             zero = {id(t) for n, t in components(weight).items() if n in empty}
             whole = rebuilt(
@@ -231,6 +233,18 @@ def _tried(weight: Tensor, dims: Mapping[int, Layout], empty: set[str]) -> str |
     return None
 
 
+def _shortened(weight: Tensor, dim: int) -> Tensor:
+    """A weight of the same form that is shorter in `dim`, which is not to be cut; itself where its class
+    can't make one."""
+    if weight.shape[dim] <= ENOUGH:
+        return weight
+    try:
+        part = weight.narrow(dim, 0, ENOUGH)
+        return part if type(part) is type(weight) else weight
+    except Exception:  # of any kind: its slicing is its own affair
+        return weight
+
+
 def _zero(old: Tensor) -> Tensor:
     return torch.zeros(old.shape, dtype=old.dtype, device=old.device)
 
@@ -249,7 +263,9 @@ def _random(old: Tensor, generator: torch.Generator) -> Tensor:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)
     limits = torch.iinfo(old.dtype)
     low, high = max(limits.min, -(2**31)), min(limits.max, 2**31 - 1)
-    return torch.randint(low, high, shape, generator=generator).to(old.dtype).to(device)
+    narrow = old.dtype in (torch.int8, torch.uint8, torch.int32)  # others are drawn in 64 bits
+    drawn = torch.randint(low, high, shape, generator=generator, dtype=old.dtype if narrow else torch.int64)
+    return drawn.to(old.dtype).to(device)
 
 
 def _refuse_others(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
