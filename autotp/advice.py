@@ -61,7 +61,7 @@ def warn_unexamined(result: Plan) -> None:
         warnings.warn(
             f"What {result.model} does in some cases is not examined, and may be wrong when it is split "
             f"(keep the modules whole that do something else then):\n{lines}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -80,7 +80,7 @@ def warn_replicated(result: Plan, strict: bool) -> None:
         text += "\nWhat would help: " + "; or ".join(useful[:3])
     if strict:
         raise PlanError(text + "\nPass strict=False to run with them replicated.")
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
 
 
 __all__ = ["HELP", "NEEDED_WHOLE", "advice", "warn_replicated", "warn_unexamined"]

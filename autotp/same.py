@@ -42,7 +42,7 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
             f"{len(differing)} tensors differed between the ranks (first: {differing[0]}); all ranks now "
             "have rank 0's. "
             "Seed the ranks alike, or load the same checkpoint, to avoid this.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -167,8 +167,9 @@ def test_strict_names_what_stays_whole() -> None:
     model.extra = nn.ModuleList([nn.Linear(8, 8)])
     with pytest.raises(PlanError, match=r"extra.0.weight: (?s:.*)strict=False"):
         on_two(model, strict=True)
-    with pytest.warns(UserWarning, match=r"extra.0.weight: axis of 8: .*"):
+    with pytest.warns(UserWarning, match=r"extra.0.weight: axis of 8: .*") as told:
         on_two(model)
+    assert told[0].filename == __file__  # where parallelize was called
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
