@@ -6,6 +6,7 @@ from .data_parallel import data_rank as data_rank
 from .data_parallel import no_sync as no_sync
 from .errors import AutotpError as AutotpError
 from .initialise import initialise as initialise
+from .pipeline.groups import generate as generate
 from .plan import Plan as Plan
 from .planner import plan as plan
 from .resume import load_training as load_training
@@ -20,7 +21,7 @@ from .verify import verify as verify
 from .weights import load as load
 
 __all__ = [
-    "AutotpError", "Plan", "capture", "data_rank", "full_state_dict", "initialise", "load", "load_training",
-    "no_sync", "parallelize", "plan", "predict", "rule", "save", "save_training", "search", "train_step",
-    "verify",
+    "AutotpError", "Plan", "capture", "data_rank", "full_state_dict", "generate", "initialise", "load",
+    "load_training", "no_sync", "parallelize", "plan", "predict", "rule", "save", "save_training", "search",
+    "train_step", "verify",
 ]
