@@ -401,9 +401,9 @@ def test_a_process_that_raises_is_heard_of_at_once():
     assert relative_error(logits[0], want) < EXACT and relative_error(other[0], want) < EXACT
 
 
-def test_training_checkpoints_are_refused_before_anything_is_written(tmp_path):
+def test_training_checkpoints_of_simulated_ranks_are_refused_before_anything_is_written(tmp_path):
     def use(model, inputs):
-        with pytest.raises(PlanError, match="pipeline stages"):
+        with pytest.raises(PlanError, match="by processes of torch.distributed"):
             save_training(tmp_path / "step", model)
 
     in_stages("llama_gqa", use)
