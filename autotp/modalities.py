@@ -161,7 +161,8 @@ class Offers:
         """`inputs` and `given`, with a place in the ids for each feature that is made of it; None where it
         is not encoded in this form."""
         token, encoder = self.token(kind), self._encoder(kind)
-        assert token is not None and encoder is not None
+        if token is None or encoder is None:
+            return None
         ids = self.unmarked(inputs["input_ids"])
         count = self._count(encoder, {"input_ids": ids, **given})
         if not count:
@@ -266,6 +267,11 @@ class Offers:
         text = [n for n in ("input_ids", "decoder_input_ids", "attention_mask") if n in inputs]
         others = [n for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in text]
         ids, targets = inputs.get("input_ids"), inputs.get("decoder_input_ids")
+        for kind, name in MAIN.items():
+            if name in inputs and ids is not None and self.token(kind) is not None:
+                alone = {n: inputs[n] for n in inputs if n not in others}
+                placed = (self.placed(kind, alone, form) for form in self.forms(kind))
+                yield from ({**dict.fromkeys(others), **form} for form in placed if form is not None)
         if ids is not None and others:
             yield dict.fromkeys(others)  # the text alone
         if ids is not None and "attention_mask" in self.takes and "attention_mask" not in inputs:

@@ -44,7 +44,10 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
         if layer.kind == "experts"
     ]
     for layer in plan.layers:
-        _make_layer(model, plan, layer, comm)
+        try:
+            _make_layer(model, plan, layer, comm)
+        except AutotpError as error:  # the planner gives up what this layer would have been split by
+            raise error.at(error.module or layer.module) from None
     for name, p in plan.params.items():
         param = model.get_parameter(name)
         if p.layout is not None:

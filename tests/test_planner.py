@@ -7,7 +7,7 @@ from torch import nn
 
 import autotp
 from autotp.advice import warn_replicated
-from autotp.errors import PlanError
+from autotp.errors import LayerError, PlanError
 from autotp.planner import plan_and_analysis
 
 
@@ -133,3 +133,24 @@ def test_planning_changes_nothing_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert names == {n: sorted(vars(m)) for n, m in model.named_modules()}
+
+
+def test_a_layer_that_cannot_be_made_is_a_reason_not_to_split_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Linear(48, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.norm(self.up(x))))
+
+    def plan() -> autotp.Plan:
+        return autotp.plan(Net(), 2, example_inputs=(torch.randn(5, 24),))
+
+    assert plan().params["up.weight"].layout is not None
+
+    def refuse(*_: object) -> None:
+        raise LayerError("it has no such channels")
+
+    monkeypatch.setattr("autotp.layers.make_batch_norm", refuse)
+    assert plan().params["norm.weight"].layout is None
