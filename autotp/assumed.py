@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .errors import CaptureError, PatchError
 from .ints import Dim, EscapeLog, Read, TrackedFloat, TrackedInt, dims_of, plain
 from .known import PICKS, ROWS, Basis, Values, as_picked, masks_of
-from .nested import has_tensor, map_parts
+from .nested import has_tensor, map_parts, map_tensors
 from .sites import Frame, Site
 from .source import definition_of
 
@@ -136,6 +136,20 @@ class Assumptions:
         self._reads += 1
         expr = Read(given, self._reads, basis is Basis.ASSUMED)
         return result, (TrackedInt if isinstance(given, int) else TrackedFloat)(given, expr, self.log)
+
+    def sized(self, func: Any, lifted: tuple[Any, Any], site: Site) -> Any:
+        """What `func` gives on fake tensors, where its sizes hang on values that are known; else None."""
+        found = self.values.of(_nodes(lifted))
+        if found is None or found[1] > Basis.INPUTS:
+            return None
+        values, basis = found
+        with unset_fake_temporarily(), torch.no_grad():
+            result = func(*_filled(lifted[0], values), **_filled(lifted[1], values))
+        if not has_tensor(result):
+            return None
+        shapes = " and ".join(str(list(shape)) for shape in _rows(result))
+        self._note(site, f"{func.__name__} gives {shapes}", basis, (), values)
+        return map_tensors(result, lambda t: torch.empty(t.shape, dtype=t.dtype))
 
     def _note(
         self, site: Site, told: str, basis: Basis, others: tuple[str, ...], values: Mapping[fx.Node, Any]

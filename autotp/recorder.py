@@ -102,8 +102,10 @@ class Recorder(Lifter):
         return self._call(func, args, kwargs, sys._getframe(1))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
+        if func is torch.tensor and isinstance(args[0], (list, tuple)) and _holds_tensor(args[0]):
+            return self._stacked(args[0], kwargs.get("dtype"), caller)
         before = versions((args, kwargs))
-        picks: dict[str, Any] = {}
+        told: dict[str, Any] | None = None  # in the node's meta, of what hangs on values
         try:
             out = func(*untracked(args), **untracked(kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -113,10 +115,12 @@ class Recorder(Lifter):
             asked = (self._runnable(self._lift(args)), self._runnable(self._lift(kwargs)))
             site = Site(self.scopes[-1][0], frames_below(caller, BOUNDARY, self.scopes[-1][1]))
             out = chosen(func, untracked(args))
-            if out is None and not picks_rows(func, asked[0]):
-                return self._read(error, func, args, kwargs, asked, site, caller)
+            if out is None and picks_rows(func, asked[0]):
+                out, told = self.assumptions.rows(func, untracked(args), untracked(kwargs), asked, site)
+            elif out is None and isinstance(error, DynamicOutputShapeException):
+                out, told = self.assumptions.sized(func, asked, site), {}
             if out is None:
-                out, picks = self.assumptions.rows(func, untracked(args), untracked(kwargs), asked, site)
+                return self._read(error, func, args, kwargs, asked, site, caller)
         changed = [tensor for tensor, version in before if tensor._version != version]
         name = getattr(func, "__name__", "")
         if name == "__set__" and func.__self__.__name__ not in ("requires_grad", "grad"):
@@ -136,10 +140,23 @@ class Recorder(Lifter):
         elif func is torch.Tensor.__setitem__:
             func, out = setitem, args[0]
         node, out = self._record("call_function", func, args, kwargs, out, changed, caller)
-        if picks:
-            node.meta.update(picks)
+        if told is not None:
+            node.meta.update(told)
             self.assumptions.at(node)
         return out
+
+    def _stacked(self, parts: Any, dtype: torch.dtype | None, caller: FrameType) -> Any:
+        """`torch.tensor` of numbers in tensors, which would read them: they are put together instead."""
+        made = [
+            part
+            if isinstance(part, torch.Tensor)
+            else self._stacked(part, None, caller)
+            if isinstance(part, (list, tuple))
+            else self._call(torch.tensor, (part,), {}, caller)
+            for part in parts
+        ]
+        stacked = self._call(torch.Tensor.detach, (self._call(torch.stack, (made,), {}, caller),), {}, caller)
+        return stacked if dtype is None else self._call(torch.Tensor.to, (stacked, dtype), {}, caller)
 
     def _read(
         self,
@@ -267,3 +284,9 @@ class Recorder(Lifter):
 
 
 _LISTING = FakeTensor.tolist.__code__
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a tensor is among nested lists of numbers."""
+    parts = value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, torch.Tensor) or any(map(_holds_tensor, parts))

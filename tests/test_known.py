@@ -120,3 +120,32 @@ def test_asserts_of_values_are_passed_by(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(autotp.capture(model, x=x).run(model, x=x), model(x))
     with pytest.raises(AssertionError, match="too large"):
         model(x + 1e7)
+
+
+class Packed(nn.Module):
+    """Rows of pictures of `grid` [pictures, 2] patches each, one after another, each patch at its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        which = torch.repeat_interleave(torch.arange(len(grid)), grid.prod(-1))
+        longest = [(h * w, h.float()) for h, w in grid]
+        sizes = torch.tensor(longest, dtype=torch.float64)  # puts numbers in tensors together
+        kinds = torch.unique_consecutive(which)
+        return self.down(torch.tanh(self.up(x + sizes[which] @ x[:2])) * (1 + kinds.sum()))
+
+
+def test_sizes_that_hang_on_whole_numbers_among_the_inputs_are_known() -> None:
+    model, x = Packed().double(), torch.randn(10, 8, dtype=torch.float64)
+    grid = torch.tensor([[2, 3], [2, 2]])
+    captured = autotp.capture(model, x=x, grid=grid)
+    assert torch.equal(captured.run(model, x=x, grid=grid), model(x, grid))
+    other = torch.tensor([[1, 3], [7, 1]])  # as many patches in all: what is told of them holds
+    assert torch.equal(captured.run(model, x=x, grid=other), model(x, other))
+    with pytest.raises(CaptureError, match=r"repeat_interleave gives \[10\] at"):
+        captured.run(model, x=x, grid=torch.tensor([[2, 3], [1, 3]]))
+    report = autotp.verify(model, tp=2, example_inputs={"x": x, "grid": grid})
+    report.raise_if_wrong()
+    assert report.plan.sharded_fraction == 1
