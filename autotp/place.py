@@ -197,9 +197,7 @@ def _enters(user: fx.Node, path, inside, partial, converted) -> bool:
 
 def _opaque(node: fx.Node) -> bool:
     """May the backward here be other than linear in the gradient? Then a share of one won't do."""
-    return bool(
-        node.meta.get("custom_grad") or node.meta.get("gradient_hook") or node.meta.get("by_expert")
-    )
+    return bool(node.meta.get("custom_grad") or node.meta.get("gradient_hook") or node.meta.get("by_expert"))
 
 
 def _upwards(index, node, entering, inside, partial, reduced, converted, grad_uses) -> set[fx.Node]:
@@ -289,11 +287,12 @@ def _downwards(index, node, entering, inside, reduced, converted, grad_uses) -> 
             return set()
         if _opaque(value):
             return set()
+        region.add(value)
+        todo += [u for u, _ in grad_uses(value)]
+    for value in region:
         others = [op.node for op in index.operands[value] if op.node is not node and op.node not in region]
         if any(wants_grad(other) and other.op != "get_attr" for other in others):
             return set()
-        region.add(value)
-        todo += [u for u, _ in grad_uses(value)]
     for value in (node, *region):
         if not all(u in region or _enters(u, p, inside, region, converted) for u, p in grad_uses(value)):
             return set()

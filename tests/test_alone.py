@@ -317,6 +317,28 @@ class Gates(nn.Module):
         return self.down(h * torch.tanh(low @ self.back.t()) * scale.softmax(-1)[..., :1])
 
 
+class NormedGates(Gates):
+    """What is taken apart is normalised, by code that uses it twice, and then used step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(24, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        low, scale = torch.split(F.linear(h, self.sums), [4, 6], dim=-1)
+        low = low * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-6)
+        steps = [h[:, i] * torch.tanh(low[:, i] @ self.back.t()) for i in range(x.shape[1])]
+        return self.down(torch.stack(steps, 1) * torch.tanh(scale @ self.more.t()))
+
+
+def test_a_reduction_reaches_past_a_norm_to_the_sharded_uses() -> None:
+    report = autotp.verify(noisy(NormedGates()), 2, example_inputs=Y, steps=2)
+    assert report.ok, str(report)
+    inner = [(c.kind, c.enter) for c in report.plan.collectives if c.shape[-1] in (4, 6, 10)]
+    assert inner == [("reduce", True)]
+
+
 def test_a_sum_that_is_taken_apart_is_reduced_before() -> None:
     report = autotp.verify(noisy(Gates()), 2, example_inputs=Y, steps=2)
     assert report.ok, str(report)
