@@ -111,11 +111,6 @@ def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once:
         param.requires_grad_(False)
 
 
-def is_watched(param: Tensor) -> bool:
-    """Whether the hooks are there; a copied Parameter has lost them."""
-    return _has(param._backward_hooks, CorrectGrad) or _has(param._post_accumulate_grad_hooks, MarkGrad)
-
-
 def _has(hooks: Any, kind: type) -> bool:
     return any(isinstance(hook, kind) for hook in (hooks or {}).values())
 

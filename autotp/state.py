@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from .comm import Comm
 from .errors import ShardStateError
-from .gradients import is_watched, plain, watch
+from .gradients import plain, watch
+from .late import Watchman
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
 from .pipeline.absent import Absent
@@ -96,8 +97,9 @@ class ShardState:
         self.watch()
         turn_off_fast_path(model)
         model.autotp = self  # type: ignore[assignment]
-        # A deep copy loses its parameters' hooks; without them gradients would be wrong and say nothing.
-        model.register_forward_pre_hook(_watch_copies)
+        # A deep copy loses its parameters' hooks, new parameters have none; their gradients would be wrong.
+        if self.comm.size > 1:
+            Watchman.install(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         return ShardState(self.comm, self.held, self.plan, copy.deepcopy(self.owners, memo), self.mesh,
@@ -150,19 +152,6 @@ class _WatchLoaded:
             param = module._parameters.get(own)
             if param is not None and not isinstance(param, DTensor):
                 watch(param, self.comm, held.layout, held.how, held.once)
-
-
-def _watch_copies(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    state: ShardState = module.autotp  # type: ignore[assignment]
-    with torch._C.DisableTorchFunction():        # a model being recorded does not see this
-        for owner, own, _ in state.owners:
-            param = owner._parameters.get(own)
-            if param is not None and param.requires_grad:
-                if not is_watched(param):
-                    state.watch()
-                return                           # one tells for all
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
