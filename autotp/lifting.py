@@ -41,6 +41,8 @@ class Lifter(TorchFunctionMode):
         self._sharing: dict[int, list[torch.Tensor]] = {}
         self._computed: dict[Expr, fx.Node] = {}
         self._last: fx.Node | None = None
+        # By storage, what was made under torch.vmap, and of what.
+        self._batched: dict[int, tuple[torch.Tensor, tuple[fx.Node, ...]]] = {}
         module = skeleton.module
         self._names: dict[int, str] = {}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -166,13 +168,58 @@ class Lifter(TorchFunctionMode):
                 if view_of(other) == view_of(tensor):
                     return self._nodes[id(other)]
             shape = tuple(tensor.shape)
+            made = self._from_vmap(tensor)
         finally:
             self.silent = before
+        if made is not None:
+            return made
         raise CaptureError(
             f"{self._where()} uses a tensor of shape {shape} that no recorded call made: it comes from code "
             "torch does not show to a tracer (TorchScript, a compiled extension). Use its plain PyTorch "
             "version."
         )
+
+    # --- torch.vmap: what runs under it is one operation that nothing is known of ---
+
+    @staticmethod
+    def _is_batched(given: Any) -> bool:
+        return any(torch._C._functorch.is_batchedtensor(tensor) for tensor, _ in versions(given))
+
+    def _under_vmap(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = versions((args, kwargs))
+        out = func(*untracked(args), **untracked(kwargs))
+        if any(tensor._version != version for tensor, version in before):
+            raise CaptureError(
+                f"{self._where()} changes a tensor in place under torch.vmap, which can't be recorded. Use "
+                "an operation that gives a new tensor."
+            )
+        sources: dict[fx.Node, None] = {}
+        for tensor, _ in before:
+            base = _unbatched(tensor)
+            if _storage(base) in self._batched:
+                sources.update(dict.fromkeys(self._batched[_storage(base)][1]))
+            else:  # a view of one that is known, perhaps
+                sharing = self._sharing.get(_storage(base), [])
+                nodes = [self._nodes[id(other)] for other in sharing] or [self._node(base)]
+                sources.update(dict.fromkeys(nodes))
+        for tensor, _ in versions(out):
+            base = _unbatched(tensor)
+            if _storage(base) not in self._sharing:
+                self._batched.setdefault(_storage(base), (base, tuple(sources)))
+        return out
+
+    def _from_vmap(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node of a tensor that was made under torch.vmap."""
+        held = self._batched.get(_storage(tensor))
+        if held is None:
+            return None
+        node = self._last = self.graph.create_node("call_function", under_vmap, held[1])
+        path = self.scopes[-1][0]
+        node.meta.update(scope=path, site=None, args=held[1], kwargs={}, grad_enabled=True, mutates=())
+        before, self.silent = self.silent, True
+        self._adopt(tensor, node)
+        self.silent = before
+        return node
 
     def _size_read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """What `func` reads of the tensor's sizes, tracked."""
@@ -209,6 +256,20 @@ def intercepting(
 
 
 BOUNDARY = next(constant for constant in intercepting.__code__.co_consts if isinstance(constant, CodeType))
+
+
+def under_vmap(*sources: torch.Tensor) -> torch.Tensor:
+    """Stands for what a model's code made of `sources` under torch.vmap."""
+    raise CaptureError(
+        "A part of this graph was computed under torch.vmap, which is not recorded step by step: it can't be "
+        "replayed. Run the model itself."
+    )
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

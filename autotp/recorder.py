@@ -95,6 +95,8 @@ class Recorder(Lifter):
         kwargs = kwargs or {}
         if self.silent:
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None and self._is_batched((args, kwargs)):
+            return self._under_vmap(func, args, kwargs)
         if func in SIZE_READS and isinstance(args[0], torch.Tensor):
             return self._size_read(func, args[0], *args[1:], **kwargs)
         if func is torch.Tensor.__iter__:

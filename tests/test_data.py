@@ -243,3 +243,55 @@ def test_what_the_code_tells_of_data_fails_alike_on_all_ranks() -> None:
     want = model(**inputs).detach()
     for got in on_ranks(2, lambda: (copy.deepcopy(model), inputs), use):
         assert_close(got, want)
+
+
+class Masked(nn.Module):
+    """Attention under a mask that torch.vmap makes, of positions and of what is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out, self.heads = nn.Linear(WIDTH, WIDTH), 4
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+
+        def seen(b: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return (k <= q) & padding.select(1, 0).gather(0, b[None])[0] | (k == q)
+
+        positions = torch.arange(length)
+        over_keys = torch.vmap(seen, in_dims=(None, None, 0))
+        over_queries = torch.vmap(over_keys, in_dims=(None, 0, None))
+        mask = torch.vmap(over_queries, in_dims=(0, None, None))(torch.arange(batch), positions, positions)
+        q, k, v = (
+            part(x).view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        return self.out(h.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+def test_what_runs_under_vmap_is_one_unknown_operation() -> None:
+    torch.manual_seed(0)
+    model = randomise(Masked().double())
+    inputs = {
+        "x": torch.randn(3, 5, WIDTH, dtype=torch.float64),
+        "padding": torch.tensor([[1] * 5, [0] * 5, [1] * 5]) > 0,
+    }
+    others = {
+        "x": torch.randn(2, 7, WIDTH, dtype=torch.float64),
+        "padding": torch.tensor([[0] * 7, [1] * 7]) > 0,
+    }
+    captured = autotp.capture(model, **inputs)
+    (made,) = [n for n in captured.graph.nodes if getattr(n.target, "__name__", "") == "under_vmap"]
+    assert {"padding"} <= {str(used.target) for used in made.all_input_nodes}
+    with pytest.raises(CaptureError, match="under torch.vmap"):
+        captured.run(model, **inputs)
+
+    def use(local: nn.Module, given: Any) -> Any:
+        return local.autotp.plan, local(**inputs).detach(), local(**others).detach()
+
+    for plan, *got in on_ranks(2, lambda: (copy.deepcopy(model), inputs), use):
+        assert plan.sharded_fraction == 1
+        assert_close(got[0], model(**inputs).detach())
+        assert_close(got[1], model(**others).detach())
