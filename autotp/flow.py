@@ -58,6 +58,7 @@ class Flow:
         default_factory=set
     )  # parameters added to a partial value: kept on rank 0, zero elsewhere
     problems: list[str] = field(default_factory=list)
+    alike: dict[Any, bool] = field(default_factory=dict)  # by place and operand: is it partial each time?
 
     @property
     def price(self) -> int:
@@ -252,12 +253,40 @@ def _reduce_late(index: GraphIndex, flow: Flow, node: fx.Node) -> None:
             break
         if not isinstance(user.meta["val"], torch.Tensor):
             break  # several results (a split): before they part, one reduction does for all
-        if not _passes_partial(index, flow, node, user):
+        if not _alike_there(index, flow, node, user) or not _passes_partial(index, flow, node, user):
             break
         flow.partial.add(user)
         flow.inside.add(user)
         node = user
     flow.edges.append(Edge("reduce", node, None, (), flow.axis, why))
+
+
+def _alike_there(index: GraphIndex, flow: Flow, node: fx.Node, user: fx.Node) -> bool:
+    """Whether every run of `user`'s place in the code gets a partial value where this one gets `node`. A loop
+    over experts may have some that compute nothing: then the sum is reduced before the two ways meet."""
+    others = index.at_site(user)
+    if len(others) == 1:
+        return True
+    (path, *_) = [op.path for op in index.operands[user] if op.node is node]
+    if (user.meta["site"], path) not in flow.alike:
+        given = [op.node for other in others for op in index.operands[other] if op.path == path]
+        flow.alike[user.meta["site"], path] = all(_from_partial(index, flow, value) for value in given)
+    return flow.alike[user.meta["site"], path]
+
+
+def _from_partial(index: GraphIndex, flow: Flow, value: fx.Node) -> bool:
+    """Whether `value` is made of a partial one by linear operations of the same module."""
+    home, todo, seen = index.enclosing[value], [value], {value}
+    while todo:
+        node = todo.pop()
+        if node in flow.partial:
+            return True
+        facts = index.facts(node)
+        if index.enclosing[node] is home and facts is not None and facts.linear is not None:
+            made_of = [op.node for op in index.operands[node] if op.path[0] in facts.linear[1]]
+            todo += [source for source in made_of if source not in seen]
+            seen.update(made_of)
+    return False
 
 
 def _passes_partial(index: GraphIndex, flow: Flow, node: fx.Node, user: fx.Node) -> bool:

@@ -99,6 +99,10 @@ class GraphIndex:
         self._tensors()
         self._axes()
         self.enclosing = self._enclosing()
+        self._at_site: dict[Any, list[fx.Node]] = defaultdict(list)
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._at_site[node.meta.get("site")].append(node)
         self.used_params = {str(n.target) for n in self.nodes if n.op == "get_attr"}
         self.used_params |= {name for names in self.module_params.values() for name in names.values()}
         lookups = {c.weight for f in axes.facts.values() for c in f.contracts if c.how == "lookup"}
@@ -156,6 +160,11 @@ class GraphIndex:
             for i in range(call.first, min(call.last + 1, len(self.nodes))):
                 found[self.nodes[i]] = call
         return found
+
+    def at_site(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that the same place in the code did, this one among them."""
+        site = node.meta.get("site")
+        return [n for n in self._at_site[site] if n.target is node.target] if site is not None else [node]
 
     def attribute(self, module: str, name: str) -> int:
         """The value of a module's attribute, dotted (`config.num_heads`) where it sits in a config."""

@@ -125,7 +125,7 @@ class Values:
             if used in values:
                 return values[used]
             if used in _only_shapes(node):
-                return torch.zeros_like(used.meta["val"], device="cpu")
+                return torch.zeros(used.meta["val"].shape, dtype=used.meta["val"].dtype)
             return as_picked(used, node.meta[PICKS])
 
         return node.target(*fx.map_arg(node.args, filled), **fx.map_arg(node.kwargs, filled))  # type: ignore

@@ -250,7 +250,9 @@ class Offers:
         widths = dict.fromkeys(v for v in self.settings("audio", *names) if isinstance(v, int))
         longest = self.settings("audio", "max_source_positions", "n_window")  # each of two frames, mostly
         lengths = dict.fromkeys(2 * v for v in longest if isinstance(v, int))
-        masks = [n for n in ("input_features_mask", "feature_attention_mask") if n in self.takes]
+        masks = [
+            n for n in ("input_features_mask", "feature_attention_mask", "padding_mask") if n in self.takes
+        ]
         for frames in (*lengths, 64):
             mask = torch.ones(self.batch, frames, dtype=torch.long)
             for width in widths or {80: None}:

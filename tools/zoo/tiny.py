@@ -290,6 +290,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         expert_layer_offset=1,
     ),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2, num_dense_layers=1),
+    "longcat_flash": dict(n_routed_experts=4, zero_expert_num=2, moe_topk=2),
     "mamba2": dict(hidden_size=64, num_heads=8, head_dim=16, state_size=16, n_groups=2),
     "ministral": _GQA,
     "nemotron": _GQA,
