@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,7 +194,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """The same on every rank that made the same plan: compared before anything is rewritten."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        text = alike_everywhere(json.dumps(self.to_dict(), sort_keys=True))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, for JSON and YAML."""
@@ -307,3 +309,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def alike_everywhere(text: str) -> str:
+    """Without addresses of objects (a reason may quote a repr), which differ from rank to rank."""
+    return re.sub(r"0x[0-9a-fA-F]+", "0x…", text)

@@ -9,7 +9,6 @@ and a reason for each that is not.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,7 @@ from .outputs import unasked
 from .pipeline.cut import cut
 from .pipeline.stages import Stages
 from .place import Placement, place
-from .plan import Plan
+from .plan import Plan, alike_everywhere
 from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .realise import Realised, realise
@@ -268,7 +267,7 @@ def plan_and_analysis(
                 unseen.append(f"decoding with a cache: {checked.unseen}")
             result = replace(
                 result,
-                unexamined=tuple(_alikeeverywhere(line) for line in unseen),
+                unexamined=tuple(alike_everywhere(line) for line in unseen),
                 assumed=tuple(dict.fromkeys(f"{a.told} at {a.site}" for a in found.captured.assumed)),
                 skippable=tuple(everywhere(ways.skipped, found.captured)),
             )
@@ -366,11 +365,6 @@ def _analyse_masked(
         except CaptureError:
             pass  # then without
     return analyse(model, tp, inputs, policy, hooked, rules)
-
-
-def _alikeeverywhere(text: str) -> str:
-    """Without addresses of objects, which differ from rank to rank."""
-    return re.sub(r"0x[0-9a-fA-F]+", "0x…", text)
 
 
 def _with_gradient(value: Any) -> Any:

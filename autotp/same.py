@@ -66,36 +66,56 @@ def fingerprint(tensor: Tensor) -> str:
 
 @dataclass
 class SameBatch:
-    """Before a training forward of the root: `comm`'s ranks, which work on one batch, were given the same.
+    """Before a forward of the root: `comm`'s ranks, which work on one batch, do so in one mode (with or
+    without gradients, training or not), and in training were given the same.
 
-    Comparing costs a look at the inputs and one exchange of a short text. So it is done at the forwards 1, 2,
-    4, 8, ...: a data loader that shuffles by rank is met at the first, one that drifts apart soon after.
+    Comparing costs a look at the inputs and one exchange of a short text. So it is done at the first forward
+    in a mode, and in training at the forwards 1, 2, 4, 8, ... of it: a data loader that shuffles by rank is
+    met at the first, one that drifts apart soon after.
     """
 
     comm: Comm
     count: int = 0
+    mode: str = ""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
+        grad, mode = torch.is_grad_enabled(), _mode(module)
+        if mode == self.mode and not grad:
+            return  # one token after another
         named = [*tensors_in(list(args), "argument"), *tensors_in(kwargs)]
         if any(isinstance(t, FakeTensor) or t.device.type == "meta" for _, t in named):
             return
-        self.count += 1
+        self.count = self.count + 1 if mode == self.mode else 1
+        self.mode = mode
         if self.count & (self.count - 1) == 0:
-            torch.compiler.disable(same_batch)(dict(named), self.comm)  # a compiled model calls its hooks too
+            # a compiled model calls its hooks too
+            torch.compiler.disable(same_batch)(dict(named) if grad else {}, self.comm, mode)
 
 
-def same_batch(batch: dict[str, Tensor], comm: Comm) -> None:
-    """RankError, on every rank, where `comm`'s ranks hold different tensors."""
-    told = comm.exchange({name: fingerprint(t) for name, t in batch.items()})
-    for rank, prints in enumerate(told):
-        differing = [n for n in sorted({*told[0], *prints}) if told[0].get(n) != prints.get(n)]
+def _mode(module: nn.Module) -> str:
+    gradients = "with gradients" if torch.is_grad_enabled() else "without gradients (under no_grad)"
+    return f"{gradients}, in {'training' if module.training else 'eval'} mode"
+
+
+def same_batch(batch: dict[str, Tensor], comm: Comm, mode: str = "") -> None:
+    """RankError, on every rank, where `comm`'s ranks hold different tensors, or call the model in another
+    mode."""
+    told = comm.exchange((mode, {name: fingerprint(t) for name, t in batch.items()}))
+    (first_mode, first), *_ = told
+    for rank, (its_mode, prints) in enumerate(told):
+        if its_mode != first_mode:
+            raise RankError(
+                f"rank {rank} of {comm.size} calls the model {its_mode}, rank 0 {first_mode}. These ranks "
+                "run one model together, backward included: all must call it alike."
+            )
+        differing = [n for n in sorted({*first, *prints}) if first.get(n) != prints.get(n)]
         if differing:
             name = differing[0]
             raise RankError(
                 f"rank {rank} of {comm.size} was given another batch than rank 0: {name} is "
-                f"{prints.get(name, 'missing')}, on rank 0 {told[0].get(name, 'missing')}. These ranks work "
+                f"{prints.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}. These ranks work "
                 "on one batch together: let each load part `i` of `n` of the data, "
                 "`i, n = autotp.data_rank(model)`, with the same seed."
             )

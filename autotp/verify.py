@@ -54,6 +54,9 @@ class Report:
     def ok(self) -> bool:
         return bool(self.checks) and all(c.ok for c in self.checks)
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def raise_if_wrong(self) -> Report:
         """Raise VerifyError if a check failed."""
         if not self.ok:

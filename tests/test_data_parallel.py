@@ -192,6 +192,20 @@ def test_peers_that_get_different_batches_are_told() -> None:
         on_mesh(2, 2, "llama_gqa", use)
 
 
+@pytest.mark.parametrize("differs", ["gradients", "training"])
+def test_peers_that_call_the_model_in_different_modes_are_told(differs: str) -> None:
+    """One would come to collectives, of backward or of dropout's random state, that the other never joins."""
+
+    def use(model: nn.Module, inputs: dict[str, Any], part: int, parts: int) -> None:
+        first = model.autotp.mesh.world.rank == 0
+        model.train(differs == "gradients" or first)
+        with torch.set_grad_enabled(differs == "training" or first):
+            model(**inputs)
+
+    with pytest.raises(RankError, match="rank 1 of 2 calls the model .*, rank 0 .*all must call it alike"):
+        on_mesh(2, 1, "llama_gqa", use)
+
+
 def test_data_rank() -> None:
     def use(model: nn.Module, inputs: dict[str, Any], part: int, parts: int) -> Any:
         return part, parts

@@ -1,5 +1,7 @@
 """What the planner decides, on models small enough to say what is right."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import autotp
 from autotp.advice import warn_replicated
 from autotp.errors import LayerError, PlanError
 from autotp.planner import plan_and_analysis
+from autotp.verify import Check, Report
 
 
 class Mlp(nn.Module):
@@ -118,6 +121,23 @@ def test_what_stays_whole_is_told_and_refused_under_strict() -> None:
         warn_replicated(plan, strict=False)
     with pytest.raises(PlanError, match="(?s)2.weight.*strict=False"):
         warn_replicated(plan, strict=True)
+
+
+def test_a_reason_that_quotes_an_address_is_the_same_on_every_rank() -> None:
+    plan = autotp.plan(Mlp(), 2, example_inputs=X)
+    here, there, else_ = (
+        dataclasses.replace(plan, kept={"up": f"{what} was called"}).digest
+        for what in ("<built-in method f at 0x7f01>", "<built-in method f at 0x7f02>", "g")
+    )
+    assert here == there != else_
+
+
+def test_a_report_is_true_when_every_check_passed() -> None:
+    plan = autotp.plan(Mlp(), 2, example_inputs=X)
+    assert Report(plan, [Check("output", 1e-7, 1e-5)])
+    assert not Report(plan, [Check("output", 1e-7, 1e-5), Check("parameters", 0.5, 1e-5)]) and not Report(
+        plan
+    )
 
 
 def test_two_plans_of_one_model_have_one_digest() -> None:
