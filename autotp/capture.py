@@ -149,6 +149,10 @@ def _intercepted(recorder: Recorder, leaves: tuple[type[nn.Module], ...]) -> Ite
         module.__dict__["forward"] = _intercept(recorder, path, module, leaves)
     try:
         yield
+        for path, module in modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer is not before[path]["_buffers"].get(name):
+                    recorder.note_kept(f"{path}.{name}" if path else name, buffer)
     finally:
         for path, module in modules.items():
             module.__dict__.clear()

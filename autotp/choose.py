@@ -96,7 +96,7 @@ def choose(
             choice.rejected[axis] = split
             continue
         taken = next((held[p] for p in sorted(flow.params) if p in held), None) or next(
-            (values[n] for n in flow.sharded if n in values), None
+            (values[n] for n in index.nodes if (n in flow.sharded or n in flow.partial) and n in values), None
         )
         if taken is not None:
             choice.rejected[axis] = (

@@ -293,6 +293,9 @@ def _passes_partial(index: GraphIndex, flow: Flow, node: fx.Node, user: fx.Node)
     facts = index.facts(user)
     if facts is None or facts.linear is None or user.target is setitem:
         return False
+    others = [op.node for op in index.operands[user] if op.node is not node]
+    if user in flow.sharded or any(other in flow.sharded or other in flow.partial for other in others):
+        return False  # each rank would multiply its summand by its own part: that is no part of the product
     how, operands = facts.linear
     mine = [op for op in index.operands[user] if op.path[0] in operands]
     partial = [op for op in mine if op.node is node]

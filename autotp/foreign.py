@@ -87,12 +87,31 @@ def doubts(
         users = [n for n in index.nodes if name in (n.target, *index.module_params.get(n, {}).values())]
         axes = frozenset(a for n in users for a in through(n) or _next(choice, n))
         yield f"{name} has a {hooked.params[name]}, which would see a part of it", axes
+    summed = {arrow.source for arrow in placement.arrows if arrow.kind == "enter" or arrow.enter}
     for node in index.nodes:
-        if node.meta.get("gradient_hook") and (through(node) or node in placement.partial_gradient):
+        partial = node in placement.partial_gradient or node in summed  # before the sum or after: who knows
+        if node.meta.get("gradient_hook") and (through(node) or partial):
             axes = through(node) or _next(choice, node)
             yield f"{describe(node)}: a hook on its gradient would see a part of it", axes
+        buffer = node.meta.get("kept_as")
+        if buffer and through(node):
+            yield f"{describe(node)}: it becomes the buffer {buffer}, which is whole", through(node)
+    differentiated = [node for node in index.nodes if node.meta.get("differentiated")]
+    for node in _ancestors(index, differentiated):
+        if through(node):
+            yield f"{describe(node)}: the model differentiates it in its own forward", through(node)
     yield from _unproven_functions(index, choice)
     yield from _uncut(index, choice, hooked.packed)
+
+
+def _ancestors(index: GraphIndex, nodes: list[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes and all that they are computed from, in the graph's order."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        new = [op.node for op in index.operands[todo.pop()] if op.node not in found]
+        found.update(new)
+        todo += new
+    return (node for node in index.nodes if node in found)
 
 
 def _uncut(index: GraphIndex, choice: Choice, packed: Packed) -> Iterator[Doubt]:

@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from .alone import arrows_around
 from .capture import CapturedGraph, answering, quietly, record
 from .captured import ModuleCall, map_nodes
 from .comm import ShapeComm
+from .compare import compare, compare_arrows
 from .errors import AutotpError, CaptureError, PlanError
-from .graph import describe, walk
+from .graph import walk
 from .ints import plain
 from .modalities import MAIN, text_alone
-from .realise import Where
 from .rewrite import SiteGuard, rewrite
 from .sites import frames_of
 from .skeleton import clone
-from .solve import LocalShapes
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -90,8 +88,9 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
             Standin(call.output).take_over(layer)
             layer._modules = {}  # so that recording does not grow with the depth
         again = record(local, found.captured.inputs, found.captured.leaves)
-        compare(found, again, rank)
-        compare_arrows(found, plan, again, {call.path for call in repeated})
+        left_out = {call.path for call in repeated}
+        compare(found, plan, again, rank, left_out)
+        compare_arrows(found, plan, again, left_out)
         captures.append(again)
         if len(captures) == 1 and _decodes(model):
             unseen = check_decoding(model, local, found, repeated)
@@ -147,11 +146,6 @@ def check_decoding(
         inner = [files[f.code] for f in frames_of(error.__traceback__) if f.code in files]
         message = f"the rewritten model does not decode with a cache: {type(error).__name__}: {error}"
         raise PlanError(message).at(inner[-1] if inner else "") from error
-
-
-def _raise(message: str, node: fx.Node | None = None) -> None:
-    where = str(node.meta.get("scope", "")) if node is not None else ""
-    raise PlanError(message).at(where) if where else PlanError(message)
 
 
 class Standin:
@@ -265,136 +259,3 @@ def _planned_by_layer(plan: Plan, lists: set[str]) -> dict[str, list[Any]]:
         for w in c.where:
             add(w.module, (c.kind, c.enter, c.dims, w.kind, w.path, w.site and w.site.frames))
     return found
-
-
-def compare(found: Analysis, again: CapturedGraph, rank: int) -> None:
-    """Compare value by value: what each operation of the model's code, and each module, gives on this
-    rank."""
-    shapes = LocalShapes(found.index, found.choice, rank)
-    gathered = {
-        a.source
-        for a, places in found.realised.places
-        for w in places
-        if a.kind == "gather" and w.kind in ("layer", "out")
-    }
-    wrong = []
-    apart = {node for e in found.experts for c in e.calls for node in found.index.nodes[c.first : c.last + 1]}
-    apart -= {call.output for e in found.experts for call in e.calls}
-    planned: dict[Any, list[fx.Node]] = _by_place(found.captured)
-    actual = _by_place(again)
-    compared = 0
-    for key, nodes in planned.items():
-        others = actual.get(key, [])
-        if len(others) != len(nodes):
-            continue  # a branch that local sizes made unnecessary (repeating key heads once)
-        for node, other in zip(nodes, others, strict=False):
-            if node in gathered or node in apart or not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            compared += 1
-            want, got = shapes.shape(node), tuple(other.meta["val"].shape)
-            if len(want) != len(got) or any(
-                a != b and not found.index.hangs_on_data(axis)
-                for a, b, axis in zip(want, got, found.index.axes.of[node], strict=True)
-            ):
-                wrong.append((f"{describe(node)}: {list(got)} on rank {rank}, planned {list(want)}", node))
-    if wrong:
-        told = "\n  ".join(why for why, _ in wrong[:6])
-        _raise(f"the rewritten model does not compute what was planned:\n  {told}", wrong[0][1])
-    if planned and not compared:
-        raise PlanError(
-            "the rewritten model has nothing in common with the captured one; the model is unchanged"
-        )
-
-
-def compare_arrows(found: Analysis, plan: Plan, again: CapturedGraph, left_out: set[str]) -> None:
-    """Every arrow of the plan must have run, as often as planned: no more, no fewer. `left_out`: layers not
-    run again."""
-
-    def counted(where: Where) -> bool:
-        boundary = where.module in left_out and where.kind in (
-            "in",
-            "out",
-        )  # hooks of a layer that is not run still run
-        return boundary or not any(f"{where.module}.".startswith(f"{path}.") for path in left_out)
-
-    calls = Counter[Any](call.path for call in found.captured.calls)
-    calls.update(n.meta["site"] for n in found.index.nodes if n.op == "call_function" and n.meta.get("site"))
-    hidden = {  # modules that (also) run without gradients
-        call.path
-        for call in found.captured.calls
-        for node in (found.index.nodes[call.first : call.last + 1] if not call.leaf else [call.node])
-        if node is not None and not node.meta.get("grad_enabled", True)
-    }
-    placed = {
-        (
-            arrow.kind,
-            arrow.enter,
-            where,
-            arrow.source.meta.get("grad_enabled", True) and where.module not in hidden,
-        )
-        for arrow, places in found.realised.places
-        for where in filter(counted, places)
-    }
-    placed |= {  # those of layers that are split alone
-        (kind, enter, where, where.module not in hidden)
-        for layer in plan.layers
-        for kind, enter in arrows_around(layer)
-        if counted(where := Where("layer", layer.module))
-    }
-    planned: Counter[str] = Counter()
-    unseen: Counter[str] = Counter()  # without gradients an arrow may leave no trace
-    for kind, enter, where, seen in placed:
-        runs = calls[where.module if where.site is None else where.site]
-        for part in _parts(kind, enter, found.captured.skeleton.get_submodule(where.module)):
-            (planned if seen else unseen)[part] += runs
-    functions = {id(f): f.function.__name__ for n in again.graph.nodes if (f := n.meta.get("custom_grad"))}
-    actual = Counter(part for name in functions.values() for part in _RUN_AS.get(name, ()))
-    for part, told in _TOLD.items():
-        if not planned[part] <= actual[part] <= planned[part] + unseen[part]:
-            _raise(
-                f"the rewritten model was tried, and {actual[part]} {told} ran where {planned[part]} were "
-                "planned: its code goes past one, or by one more often than when it was recorded"
-            )
-
-
-def _parts(kind: str, enter: bool, module: nn.Module) -> tuple[str, ...]:
-    """What runs for an arrow of this kind, in the words of `_TOLD`."""
-    if kind == "norm":  # the layer's statistics: mean and variance, or the mean square
-        return ("reduce", "enter") * (2 if isinstance(module, nn.LayerNorm) else 1)
-    if kind in ("max", "min"):
-        return ("extreme",)
-    return ("reduce" if kind == "mean" else kind, *(("enter",) if enter else ()))
-
-
-_TOLD = {
-    "enter": "all-reduces of gradients",
-    "reduce": "all-reduces",
-    "gather": "gathers",
-    "slice": "slices",
-    "extreme": "reductions of a maximum or minimum",
-}
-_RUN_AS = {  # collectives.py's functions
-    "_Enter": ("enter",),
-    "_Reduce": ("reduce",),
-    "_ReduceEnter": ("reduce", "enter"),
-    "_Gather": ("gather",),
-    "_GatherEnter": ("gather", "enter"),
-    "_Slice": ("slice",),
-    "_Extreme": ("extreme",),
-}
-
-
-def _by_place(captured: CapturedGraph) -> dict[Any, list[fx.Node]]:
-    """Values by where they come from: results of module calls, then operations by their place in the
-    source."""
-    places: dict[Any, list[fx.Node]] = defaultdict(list)
-    for call in captured.calls:
-        for path, value in walk(call.output):
-            if isinstance(value, fx.Node):
-                places["call", call.path, path].append(value)
-    for node in captured.graph.nodes:
-        site = node.meta.get("site")
-        if node.op == "call_function" and site is not None and site.frames:
-            where = tuple((f.code.co_filename, f.lineno) for f in site.frames)
-            places["site", node.meta["scope"], where, str(node.target)].append(node)
-    return places

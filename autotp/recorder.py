@@ -36,7 +36,7 @@ from .ints import Attr, Dim
 from .known import Values
 from .lifting import BOUNDARY, SIZE_READS, Lifter
 from .nested import has_tensor, own_objects, plain_containers, untracked, versions
-from .sites import Frame, Site, autograd_function_frame, frames_below
+from .sites import Frame, Site, autograd_function_frame, frames_below, is_internal
 from .skeleton import Skeleton
 
 
@@ -131,9 +131,8 @@ class Recorder(Lifter):
                 f"{self._where()} assigns to .{attribute} of a tensor, which can't be recorded. Use an "
                 "in-place operation (copy_) or a new tensor."
             )
+        self._note_backward(func, name, args, out, caller)
         if not changed and not has_tensor(out):
-            if name == "register_hook" and id(args[0]) in self._nodes:
-                self._nodes[id(args[0])].meta["gradient_hook"] = True  # no graph shows what it does
             return out
         if name.endswith("_") and not name.endswith("__") and args and not changed:
             changed = [args[0]]  # requires_grad_, detach_: what is changed is not the data
@@ -159,6 +158,25 @@ class Recorder(Lifter):
         ]
         stacked = self._call(torch.Tensor.detach, (self._call(torch.stack, (made,), {}, caller),), {}, caller)
         return stacked if dtype is None else self._call(torch.Tensor.to, (stacked, dtype), {}, caller)
+
+    def _note_backward(self, func: Any, name: str, args: Any, out: Any, caller: FrameType) -> None:
+        """Mark the values whose gradients the model's code looks at or changes, which no graph shows, and
+        those that it differentiates."""
+        reads = name == "__get__" and func.__self__.__name__ == "grad_fn" and out is not None
+        if name == "register_hook" or (reads and not is_internal(caller.f_code)):
+            mark, tensors = "gradient_hook", versions(args[:1])
+        elif func is torch.autograd.grad or name == "backward":
+            mark, tensors = "differentiated", versions(args[:1])
+        else:
+            return
+        for tensor, _ in tensors:
+            if id(tensor) in self._nodes:
+                self._nodes[id(tensor)].meta[mark] = True
+
+    def note_kept(self, name: str, tensor: torch.Tensor) -> None:
+        """`tensor`, made in the run, has become the buffer `name`."""
+        if id(tensor) in self._nodes:
+            self._nodes[id(tensor)].meta["kept_as"] = name
 
     def _read(
         self,

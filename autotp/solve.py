@@ -94,11 +94,11 @@ def solve(index: GraphIndex, choice: Choice, rank: int) -> Solution:
             constraints[atom].append(want)
     for group in _groups(constraints):
         todo = {w for key in group for w in constraints[key]}
-        if all(_gives(w, {}, shapes) == w.wanted for w in todo):
+        if all(given_for(_value(w), {}, shapes) == w.wanted for w in todo):
             continue  # the whole values are right as they are
         solution.attrs.update(_best(index, group - pinned, list(todo), choice, shapes))
     for want in wants:
-        if _gives(want, solution.attrs, shapes) == want.wanted:
+        if given_for(_value(want), solution.attrs, shapes) == want.wanted:
             continue
         if want.fixed:
             solution.patches[want.node, want.path] = want.wanted
@@ -114,7 +114,7 @@ def unmet(index: GraphIndex, choice: Choice, rank: int) -> Iterator[tuple[Want, 
     it would get."""
     shapes = LocalShapes(index, choice, rank)
     for want in wanted_ints(index, shapes):
-        given = _gives(want, {}, shapes)
+        given = given_for(_value(want), {}, shapes)
         if given != want.wanted:
             yield want, given
 
@@ -161,11 +161,11 @@ def _attrs(want: Want) -> set[Key]:
     return {(a.module, a.name) for a in atoms(expr)} if expr is not None else set()
 
 
-def _gives(want: Want, attrs: dict[Key, int], shapes: LocalShapes) -> int | None:
-    """What the code would compute for this int on the rank, with these attributes local."""
-    expr = _expr(_value(want))
+def given_for(value: Any, attrs: dict[Key, int], shapes: LocalShapes) -> Any:
+    """What the code that gave `value` in the whole model computes on this rank, these attributes local."""
+    expr = _expr(value)
     if expr is None:
-        return want.value
+        return value
     try:
         return evaluate(expr, _Attributes(attrs, shapes.index), shapes.dim)
     except ZeroDivisionError:
@@ -210,16 +210,16 @@ def _best(index, keys: set[Key], wants: list[Want], choice: Choice, shapes: Loca
         images |= {w.wanted for w in wants if isinstance(_expr(_value(w)), Attr) and key in _attrs(w)}
         options[key] = sorted(images - {original[key]})[:6]
     movable = [k for k in sorted(options) if options[k]]
-    unmoved = [w for w in wants if _gives(w, {}, shapes) == w.wanted]
+    unmoved = [w for w in wants if given_for(_value(w), {}, shapes) == w.wanted]
     best: dict[Key, int] = {}
     best_score = len(unmoved)
     for count in range(1, min(len(movable), 4) + 1):
         for chosen in itertools.combinations(movable, count):
             for values in itertools.product(*(options[k] for k in chosen)):
                 trial = dict(zip(chosen, values, strict=False))
-                if any(_gives(w, trial, shapes) != w.wanted for w in unmoved):
+                if any(given_for(_value(w), trial, shapes) != w.wanted for w in unmoved):
                     continue
-                score = sum(_gives(w, trial, shapes) == w.wanted for w in wants)
+                score = sum(given_for(_value(w), trial, shapes) == w.wanted for w in wants)
                 if score > best_score:
                     best, best_score = trial, score
         if best_score == len(wants):
@@ -252,7 +252,9 @@ def wanted_ints(index: GraphIndex, shapes: LocalShapes) -> Iterator[Want]:
         sized = dict(_sizes(index, node))
         tree = {**dict(enumerate(node.meta["args"])), **node.meta["kwargs"]}
         for path, value in walk(tree):
-            if isinstance(value, bool) or not isinstance(value, (int, TrackedFloat)) or value == -1:
+            if isinstance(value, bool) or not isinstance(value, (int, TrackedFloat)):
+                continue
+            if value == -1 and _expr(value) is None:
                 continue
             if path in sized:
                 owner, axis, at = sized[path]
