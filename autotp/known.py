@@ -3,11 +3,14 @@
 A run on fake tensors has no values. But what a model makes of sizes alone (a causal mask, which torch's own
 decoder then recognises by looking at it) is the same in every run at these sizes, and what it makes of the
 token ids it was given is what it would make of them in earnest. So both can be computed for real, from the
-graph recorded so far. Nothing is known of parameters, buffers, random numbers and inputs with a fraction.
+graph recorded so far. Nothing is known of parameters, buffers, random numbers and inputs with a fraction, but
+that what `torch.rand` draws is from 0 to below 1.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any
@@ -68,7 +71,8 @@ class Values:
                 values, again = (self._computed(sorted(needed), unknown, seed) for seed in (0, 1))
             except Exception:  # made-up numbers may be none that the code can do with
                 return None
-            random = any(not _equal(value, again[node]) for node, value in values.items())
+            decided = all(map(_comes_out_alike, wanted))
+            random = not decided and any(not _equal(value, again[node]) for node, value in values.items())
         if random:
             return (values, Basis.MADE_UP) if make_up else None
         return values, basis
@@ -205,6 +209,21 @@ def _drawn(value: Any, generator: torch.Generator) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_drawn(part, generator) for part in value)
     return torch.randn(value.shape, generator=generator).to(value.dtype)
+
+
+def _comes_out_alike(node: fx.Node) -> bool:
+    """Is it a comparison that all numbers of `torch.rand`, from 0 to below 1, pass or fail alike (is a layer
+    skipped at a rate of 0)?"""
+    compare = _COMPARISONS.get(getattr(node.target, "__name__", "").strip("_"))
+    drawn, limit = node.args if len(node.args) == 2 else (None, None)
+    if compare is None or not isinstance(drawn, fx.Node) or drawn.target is not torch.rand:
+        return False
+    if not isinstance(limit, (int, float)):
+        return False
+    return compare(0.0, limit) == compare(math.nextafter(1.0, 0.0), limit)
+
+
+_COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 
 
 def _equal(one: Any, other: Any) -> bool:

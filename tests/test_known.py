@@ -149,3 +149,21 @@ def test_sizes_that_hang_on_whole_numbers_among_the_inputs_are_known() -> None:
     report = autotp.verify(model, tp=2, example_inputs={"x": x, "grid": grid})
     report.raise_if_wrong()
     assert report.plan.sharded_fraction == 1
+
+
+@pytest.mark.parametrize(("rate", "known"), [(0.0, True), (1.0, True), (0.5, False)])
+def test_layers_skipped_by_chance_are_known_at_rates_of_zero_and_one(rate: float, known: bool) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rate = nn.Linear(4, 4), rate
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if torch.rand([]) < self.rate else self.layer(x)
+
+    if known:
+        captured = autotp.capture(Skips(), x=torch.ones(2, 4))
+        assert [call.path for call in captured.calls if call.leaf] == ([] if rate else ["layer"])
+    else:
+        with pytest.raises(CaptureError, match="needs the values of a tensor"):
+            autotp.capture(Skips(), x=torch.ones(2, 4))
