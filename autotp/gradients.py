@@ -21,7 +21,7 @@ from .comm import Comm
 from .errors import ShardStateError
 from .layouts import ParamLayout, put, take
 from .quantised import is_packed
-from .spread_sums import ANSWERS, NEEDS_WHOLE, RESHAPES, name_of, over_all, refuse
+from .spread_sums import ANSWERS, RESHAPES, asks_nothing, by_element, name_of, over_all, refuse
 
 
 # ---------------------------------------------------------------- corrections, as hooks of the parameter
@@ -166,31 +166,65 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         if asked is not None:
             return asked()
     name = name_of(func)
-    if name in ANSWERS or name in NEEDS_WHOLE:
-        marked = [x for x in _operands(args, kwargs) if isinstance(x, _MARKED)]
-        if marked:
-            return _of_all(name, marked[0], args, kwargs)
+    of = _first_marked(args, kwargs)
+    spread = Spread() if of is None else of.spread
+    whole = of is None or not spread.comms       # all of it is here
+    elementwise = by_element(name, args, kwargs)
+    if name in ANSWERS and of is not None and not elementwise:
+        return _of_all(name, of, args, kwargs)
+    if not (whole or elementwise or name in RESHAPES or asks_nothing(func, name)):
+        refuse(name)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         if func in _FINDS_INF:
             _share_found_inf(*args)
-        if any(result is x for x in args):
-            return result  # changed in place
-        of = next((x for x in args if isinstance(x, _MARKED)), None)
-        if isinstance(of, ShardGrad) and type(result) is Tensor:
-            if name in RESHAPES:
-                return ShardGrad.of(result, of.spread.moved(of.shape, func, args[1:], kwargs))
-            if result.shape == of.shape:
-                return ShardGrad.of(result, of.spread)
-        if isinstance(of, ShardedGrad) and type(result) is DTensor and name not in RESHAPES:
-            if result.shape == of.shape and result.placements == of.placements:
-                return ShardedGrad.of(result, of.spread)
+        if of is None:
+            return result
+        if elementwise and isinstance(args[0], (list, tuple)):
+            lists = [x for x in args if isinstance(x, (list, tuple))]
+            if name.endswith("_"):
+                _mark_buffers(args[0], lists)
+                return result
+            return [_marked(r, _first_marked(at, {})) for r, *at in zip(result, *lists, strict=True)]
+        if any(result is x for x in (*args, *kwargs.values())):
+            if elementwise and type(result) is Tensor:
+                _mark_buffers([result], [[of]])
+            return result                        # changed in place
+        if name in RESHAPES and isinstance(of, ShardGrad):
+            return ShardGrad.of(result, spread.moved(of.shape, func, args[1:], kwargs))
+        return _marked(result, of, strict=not whole and elementwise)
+
+
+def _first_marked(args: Any, kwargs: Any) -> Any:
+    """The first marked gradient among the arguments, and in lists among them."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, _MARKED):
+            return x
+        if isinstance(x, (list, tuple)) and (of := _first_marked(x, {})) is not None:
+            return of
+    return None
+
+
+def _mark_buffers(changed: Sequence[Any], lists: Sequence[Sequence[Any]]) -> None:
+    """What was changed in place by gradients (sums of them, say) gets the norms of the whole too."""
+    for x, *operands in zip(changed, *lists, strict=True):
+        if type(x) is Tensor and not x.requires_grad:
+            of = _first_marked(operands, {})
+            if isinstance(of, ShardGrad) and of.shape == x.shape:
+                x.__class__ = ShardGrad
+                x.spread = of.spread             # type: ignore[attr-defined]
+
+
+def _marked(result: Any, of: Any, strict: bool = False) -> Any:
+    """`result` with the marks of the gradient that it was made of, if of its shape. strict: else refused."""
+    if isinstance(of, ShardGrad) and type(result) is Tensor and result.shape == of.shape:
+        return ShardGrad.of(result, of.spread)
+    if isinstance(of, ShardedGrad) and type(result) is DTensor:
+        if result.shape == of.shape and result.placements == of.placements:
+            return ShardedGrad.of(result, of.spread)
+    if strict and isinstance(result, Tensor) and result.shape != of.shape:
+        refuse(f"a tensor of another shape, {tuple(result.shape)},")
     return result
-
-
-def _operands(args: Any, kwargs: Any) -> list[Any]:
-    given = [*args, *kwargs.values()]
-    return [*given, *(x for several in given if isinstance(several, (list, tuple)) for x in several)]
 
 
 def _of_all(name: str, x: Tensor, args: Any, kwargs: Any) -> Tensor:

@@ -1,13 +1,14 @@
 """Sums, means and extremes over a gradient that is spread over ranks, and what can't be had of it.
 
 An element that several slots hold counts once, by its weight. What looks across elements in any other way
-(a product of matrices, a mean along one dim, a sort) would see one rank's part and give a number that looks
-right: that is an error, which names the way out.
+(a product of matrices, a mean along one dim, a sort, a row) would see one rank's part and give a number that
+looks right. So what is not known to work by element, or to ask for no element at all, is an error, which
+names the way out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -81,14 +82,38 @@ ANSWERS: dict[str, Answer] = {
     "any": any_of,
     "all": all_of,
 }
-# These look across elements: of a part they give something else.
-NEEDS_WHOLE = frozenset(
-    "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmv baddbmm einsum tensordot linear "
-    "norm vector_norm linalg_vector_norm matrix_norm std var std_mean var_mean median nanmedian mode "
-    "quantile nanquantile nansum nanmean prod logsumexp softmax log_softmax cumsum cumprod cummax "
-    "cummin sort msort argsort topk kthvalue argmax argmin aminmax histc unique cat concat concatenate "
-    "stack hstack vstack linalg_svd linalg_qr linalg_eigh linalg_inv svd qr trace diagonal "
-    "cosine_similarity count_nonzero".split()
+# By element, as functions, methods, in place (`add_`) and of lists (`_foreach_add`).
+BY_ELEMENT = frozenset(
+    "abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 "
+    "arctanh asin asinh atan atan2 atanh bernoulli bfloat16 bitwise_and bitwise_not bitwise_or "
+    "bitwise_xor bool byte cdouble ceil cfloat char clamp clamp_max clamp_min clip clone conj "
+    "conj_physical contiguous copy copysign cos cosh cpu cuda deg2rad detach div divide double elu "
+    "empty_like eq erf erfc erfinv exp exp2 expm1 exponential fill fix float float_power floor "
+    "floor_divide fmax fmin fmod frac full_like ge gelu greater greater_equal gt half hardshrink "
+    "hardsigmoid hardswish hardtanh heaviside hypot i0 int isclose isfinite isinf isnan isneginf "
+    "isposinf isreal ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp "
+    "logical_and logical_not logical_or logical_xor logit logsigmoid long lt masked_fill maximum "
+    "minimum mish mul multiply nan_to_num ne neg negative nextafter normal not_equal ones_like positive "
+    "pow rad2deg rand_like randint_like randn_like random reciprocal relu relu6 remainder requires_grad "
+    "resolve_conj resolve_neg round rsqrt rsub selu sgn short sigmoid sign signbit silu sin sinc sinh "
+    "softplus softshrink sqrt square sub subtract tan tanh threshold to true_divide trunc type_as "
+    "uniform where xlogy zero zeros_like".split()
+)
+_OPERATORS = frozenset(
+    f"__{kind}{name}__"
+    for name in "add sub mul truediv div floordiv mod pow and or xor".split()
+    for kind in ("", "r", "i")
+) | frozenset("__neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__".split())
+# These ask for no element, or put the tensor elsewhere as it is.
+FACTS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset storage untyped_storage _typed_storage "
+    "data_ptr element_size get_device is_contiguous is_floating_point is_complex is_signed is_conj "
+    "is_neg is_inference is_pinned is_shared is_same_size is_set_to is_coalesced coalesce indices "
+    "values _indices _values _nnz sparse_dim dense_dim type result_type can_cast new_zeros new_ones "
+    "new_empty new_full new_tensor new_empty_strided set_ resize_ resize_as_ as_subclass pin_memory "
+    "share_memory_ record_stream retain_grad register_hook register_post_accumulate_grad_hook backward "
+    "view_as_real __len__ __repr__ __format__ __hash__ __dir__ __deepcopy__ __reduce_ex__ __reduce__ "
+    "__setstate__".split()
 )
 # The same elements in other places.
 RESHAPES = frozenset(
@@ -100,6 +125,23 @@ def name_of(func: Any) -> str:
     """`sum` of torch.sum and Tensor.sum; `T` of the property."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def by_element(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of this name gives (or changes) each element by those in its place."""
+    if name in ("max", "min"):  # of two tensors
+        return isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor)
+    if name == "__setitem__":  # x[mask] = value, with a mask for each element
+        return isinstance(args[1], Tensor) and args[1].dtype == torch.bool and args[1].shape == args[0].shape
+    plain = name.removeprefix("_foreach_")
+    return plain in BY_ELEMENT or plain.removesuffix("_") in BY_ELEMENT or name in _OPERATORS
+
+
+def asks_nothing(func: Any, name: str) -> bool:
+    """Whether `func` gives facts about a tensor (and properties are), or is a kernel of an optimizer that
+    works by element, or of a GradScaler."""
+    is_property = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    return is_property or name in FACTS or name.startswith(("_fused_", "_amp_"))
 
 
 def over_all(dims: Any, n: int) -> bool:

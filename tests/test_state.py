@@ -3,6 +3,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,9 @@ from autotp import collectives as c
 from autotp import layers as make
 from autotp.comm import ProcessComm, ShapeComm, simulate
 from autotp.errors import ShardStateError
-from autotp.gradients import ShardGrad, Spread, global_norms
+from autotp.gradients import ShardGrad, Spread, global_norms, plain
 from autotp.layouts import ParamLayout, expand, fuse, split, take
+from autotp.spread_sums import BY_ELEMENT
 from autotp.state import Held, ShardState, full_state_dict, gather
 
 VOCAB, DIM, HEADS, HEAD_DIM = 11, 8, 3, 2
@@ -159,7 +161,7 @@ def _gloo(rank):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     check_state(model, whole, rtol=1e-3, atol=1e-4)
     compiled_gradients(whole, model)
-    model.block.q.weight.grad[0, 0] = math.nan if rank else 0.0    # backends differ in the maximum of a NaN
+    plain(model.block.q.weight.grad)[0, 0] = math.nan if rank else 0.0    # backends differ in NaN's maximum
     assert math.isnan(global_norms([model.block.q.weight.grad], math.inf)[0])
     return True
 
@@ -224,6 +226,97 @@ def test_gradients_and_every_way_to_ask_for_their_norm():
     simulate(3, fn)
 
 
+def _first_row(g):
+    g[0] = 0
+
+
+LOOK_ACROSS = {
+    "matrix_norm": torch.linalg.matrix_norm, "svdvals": torch.linalg.svdvals, "a row": lambda g: g[0].norm(),
+    "rows": lambda g: sum(row.norm() for row in g), "a row set": _first_row, "numpy": lambda g: g.numpy(),
+    "mse_loss": lambda g: F.mse_loss(g, torch.zeros_like(g)), "tolist": lambda g: g.tolist(),
+    "numpy's view": lambda g: np.asarray(g), "unbind": lambda g: g.unbind(), "chunk": lambda g: g.chunk(2),
+    "those that are": lambda g: g[g > 0], "a list's maximum": lambda g: torch._foreach_max([g]),
+    "dist": lambda g: torch.dist(g, torch.zeros_like(g)), "spread out": lambda g: g * g.new_ones(2, 1, 1),
+    "cosine": lambda g: F.cosine_similarity(g, g), "equal": lambda g: torch.equal(g, g * 2),
+    "truth": lambda g: bool(g), "renorm": lambda g: g.renorm(2, 0, 1.0), "diff": lambda g: g.diff(),
+}
+
+
+@pytest.mark.parametrize("way", LOOK_ACROSS)
+def test_what_is_not_known_to_work_by_element_is_refused(way):
+    def fn(comm):
+        local = ShardGrad.of(torch.randn(4, 3, generator=torch.Generator().manual_seed(comm.rank)),
+                             Spread((comm,)))
+        with pytest.raises(ShardStateError, match="each rank has only a part of it"):
+            LOOK_ACROSS[way](local)
+
+    simulate(2, fn)
+
+
+def test_a_stages_own_gradient_is_whole_and_anything_can_be_asked_of_it():
+    g = torch.randn(4, 3)
+    own = ShardGrad.of(g.clone(), Spread())
+    torch.testing.assert_close(torch.linalg.svdvals(own), torch.linalg.svdvals(g))
+
+
+MADE_OF_GRADIENTS = {
+    "a buffer": lambda g: torch.zeros(g.shape).add_(g), "a copy": lambda g: torch.empty(g.shape).copy_(g),
+    "moments": lambda g: torch.zeros(g.shape).lerp_(g, 0.1).div_(torch.ones(g.shape).addcmul_(g, g).sqrt_()),
+    "out=": lambda g: torch.mul(g, 2, out=torch.empty(g.shape)), "the larger": lambda g: torch.max(g, -g),
+    "lists": lambda g: torch._foreach_mul([torch.ones(2), g], 3.0)[1],
+    "masked": lambda g: _masked(g.clone()), "added to another": lambda g: torch.ones(g.shape) + g,
+    "a list's buffers": lambda g: _summed([torch.zeros(g.shape)], [g]),
+    "where": lambda g: torch.where(g > 0, g, 0),
+}
+
+
+def _masked(g):
+    g[g > 0] = 0.5
+    return g
+
+
+def _summed(buffers, gradients):
+    torch._foreach_add_(buffers, gradients)
+    return buffers[0]
+
+
+@pytest.mark.parametrize("made", MADE_OF_GRADIENTS)
+def test_what_is_made_of_gradients_by_element_has_the_norms_of_the_whole_too(made):
+    """What accumulates gradients, the moments of an optimizer among it."""
+    g = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    want = MADE_OF_GRADIENTS[made](g)
+
+    def fn(comm):
+        local = ShardGrad.of(g.chunk(2)[comm.rank].clone(), Spread((comm,)))
+        result = MADE_OF_GRADIENTS[made](local)
+        torch.testing.assert_close(plain(result), want.chunk(2)[comm.rank])
+        for norm in (lambda x: x.norm(), lambda x: x.square().sum(), lambda x: torch._foreach_norm([x])[0]):
+            torch.testing.assert_close(norm(result), norm(want))
+        untouched = torch.ones(4, 3)
+        assert type(untouched + local) is ShardGrad and type(untouched) is torch.Tensor
+
+    simulate(2, fn)
+
+
+def test_what_counts_as_by_element_is_the_same_on_a_part():
+    x, y = torch.rand(2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tried = 0
+    for name in sorted(BY_ELEMENT):
+        fn = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
+        for count in (1, 2, 3):
+            try:
+                whole = fn(*(x, y, x)[:count])
+                part = fn(*(x[:2], y[:2], x[:2])[:count])
+            except (TypeError, RuntimeError, IndexError):
+                continue
+            drawn = name.startswith(("rand", "empty", "normal", "bernoulli"))
+            if isinstance(whole, torch.Tensor) and not drawn:
+                torch.testing.assert_close(part, whole[:2], equal_nan=True, msg=name)
+                tried += 1
+            break
+    assert tried > 80
+
+
 @pytest.mark.parametrize("optimizer", [
     lambda params: torch.optim.LBFGS(params, max_iter=2),
     lambda params: torch.optim.Adafactor(params, foreach=False),
@@ -266,7 +359,7 @@ def test_a_nonfinite_gradient_on_one_rank_is_seen_by_all(bad, norm_type):
         model, _ = shard(whole_model(), comm)
         loss_of(model, batches(1)[0]).backward()
         if comm.rank == 1:
-            model.block.q.weight.grad[0, 0] = bad
+            plain(model.block.q.weight.grad)[0, 0] = bad
         with pytest.raises(RuntimeError, match="non-finite"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
         found, scale = torch.zeros(1), torch.ones(1)
