@@ -16,6 +16,7 @@ from .save import save as save
 from .search import predict as predict
 from .search import search as search  # the function; `autotp.search.cost` and the like stay importable
 from .state import full_state_dict as full_state_dict
+from .state import weight_norms as weight_norms
 from .train import train_step as train_step
 from .verify import verify as verify
 from .weights import load as load
@@ -23,5 +24,5 @@ from .weights import load as load
 __all__ = [
     "AutotpError", "Plan", "capture", "data_rank", "full_state_dict", "generate", "initialise", "load",
     "load_training", "no_sync", "parallelize", "plan", "predict", "rule", "save", "save_training", "search",
-    "train_step", "verify",
+    "train_step", "verify", "weight_norms",
 ]

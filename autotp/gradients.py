@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .comm import Comm
 from .errors import ShardStateError
 from .layouts import ParamLayout, put, take
 from .quantised import is_packed
-from .spread_sums import ANSWERS, RESHAPES, asks_nothing, by_element, name_of, over_all, refuse
+from .spread_sums import ANSWERS, RESHAPES, Spread, asks_nothing, by_element, name_of, over_all, refuse
 
 
 # ---------------------------------------------------------------- corrections, as hooks of the parameter
@@ -51,44 +51,24 @@ class CorrectGrad:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Where the elements of a gradient are.
-
-    comms: the dims of the mesh over which they are spread, each rank having a part. weights: None, or
-    1 / (slots that hold the element), to broadcast. stages: None, or the pipeline's ranks, each with
-    gradients of its own, and whether this rank's counts (of what several stages hold, the first's does).
-    """
-    comms: tuple[Comm, ...] = ()
-    weights: Tensor | None = None
-    stages: tuple[Comm, bool] | None = None
-
-    def moved(self, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> Spread:
-        """Of the same elements in the places that `func` gives them."""
-        weights = self.weights
-        if weights is not None:
-            weights = func(weights.expand(shape).contiguous(), *args, **kwargs)
-        return replace(self, weights=weights)
-
-    @classmethod
-    def over(cls, comm: Comm, layout: ParamLayout | None, once: bool, dim: int) -> Spread:
-        """What tensor parallelism makes of a parameter of `dim` dims."""
-        if once:
-            return cls((comm,), torch.full((1,) * dim, float(comm.rank == 0), dtype=torch.float64))
-        if layout is None:
-            return cls()
-        return cls((comm,), layout.weights(comm.rank) if layout.repeats else None)
-
-
-@dataclass(frozen=True)
 class MarkGrad:
     """A parameter's post-accumulate hook: gives `p.grad` the norms of the whole."""
     spread: Spread
 
     def __call__(self, param: Tensor) -> None:
         if param.grad is not None and not isinstance(param.grad, (ShardGrad, ShardedGrad)):
-            grad = param.grad
-            param.grad = (ShardedGrad.of(grad, self.spread) if isinstance(grad, DTensor)
-                          else ShardGrad.of(grad, self.spread))
+            param.grad = marked(param.grad, self.spread)
+
+
+def marked(x: Tensor, spread: Spread) -> Tensor:
+    """`x`, sharing its memory, with the norms of the whole."""
+    return ShardedGrad.of(x, spread) if isinstance(x, DTensor) else ShardGrad.of(x, spread)
+
+
+def spread_of(param: Tensor) -> Spread | None:
+    """Where the elements of a watched parameter are; None where all are here."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return next((hook.spread for hook in hooks if isinstance(hook, MarkGrad)), None)
 
 
 def watch(param: Tensor, comm: Comm, layout: ParamLayout | None, how: str, once: bool,

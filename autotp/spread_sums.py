@@ -9,22 +9,44 @@ names the way out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .comm import Comm
 from .errors import ShardStateError
+from .layouts import ParamLayout
 
 
-class Spread(Protocol):
-    """Where the elements are: `gradients.Spread`."""
+@dataclass(frozen=True)
+class Spread:
+    """Where the elements of a gradient are.
 
-    @property
-    def comms(self) -> tuple[Comm, ...]: ...
-    @property
-    def weights(self) -> Tensor | None: ...
+    comms: the dims of the mesh over which they are spread, each rank having a part. weights: None, or
+    1 / (slots that hold the element), to broadcast. stages: None, or the pipeline's ranks, each with
+    gradients of its own, and whether this rank's counts (of what several stages hold, the first's does).
+    """
+    comms: tuple[Comm, ...] = ()
+    weights: Tensor | None = None
+    stages: tuple[Comm, bool] | None = None
+
+    def moved(self, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> Spread:
+        """Of the same elements in the places that `func` gives them."""
+        weights = self.weights
+        if weights is not None:
+            weights = func(weights.expand(shape).contiguous(), *args, **kwargs)
+        return replace(self, weights=weights)
+
+    @classmethod
+    def over(cls, comm: Comm, layout: ParamLayout | None, once: bool, dim: int) -> Spread:
+        """What tensor parallelism makes of a parameter of `dim` dims."""
+        if once:
+            return cls((comm,), torch.full((1,) * dim, float(comm.rank == 0), dtype=torch.float64))
+        if layout is None:
+            return cls()
+        return cls((comm,), layout.weights(comm.rank) if layout.repeats else None)
 
 
 Answer = Callable[[Tensor, Spread], Tensor]

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from .comm import Comm
 from .errors import ShardStateError
-from .gradients import plain, watch
+from .gradients import global_norms, marked, plain, spread_of, watch
 from .late import Watchman
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
-from .pipeline.absent import Absent
+from .pipeline.absent import Absent, is_missing
 from .quantised import gather_packed, is_packed, outline, take_packed
 
 if TYPE_CHECKING:
@@ -220,6 +220,29 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 done[id(tensor)] = _from_stages(model, name, tensor, held.get(id(tensor)))
             full[name] = done[id(tensor)]
         return full
+
+
+def weight_norms(model: nn.Module, ord: float = 2.0) -> dict[str, Tensor]:
+    """The `ord`-norm of every parameter of the unsharded model, by name: 0-dim, without gradients, the same
+    on every rank. What `p.norm()` is of a rank's part alone (LARS' and LAMB's trust ratios ask for it).
+
+    Collective: one all-reduce for all. Under pipeline stages, of the parameters that this rank's stages hold.
+    ShardStateError for quantised ones, and for those that copies of the model share out but don't train.
+    """
+    state: ShardState | None = getattr(model, "autotp", None)
+    if state is not None:
+        state.watch()
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if is_missing(param):
+            continue
+        spread = spread_of(param)
+        if is_packed(param) or (isinstance(param, DTensor) and spread is None):
+            raise ShardStateError(f"{name} is quantised or, under zero, frozen: its norm is not known here.")
+        with torch.no_grad():
+            values = param.detach()
+            found[name] = values if spread is None else marked(values, spread)
+    return dict(zip(found, global_norms(list(found.values()), ord), strict=True))
 
 
 def _from_stages(model: nn.Module, name: str, tensor: Tensor, here: tuple[Comm, Held] | None) -> Tensor:

@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .comm import ProcessComm
 from .errors import AutotpError, PlanError
-from .gradients import MarkGrad, Spread, watch
+from .gradients import MarkGrad, watch
 from .mesh import Mesh
 from .nested import map_tensors
 from .pipeline.absent import Absent, on_meta
 from .pipeline.run import UnitForward
 from .quantised import is_packed
+from .spread_sums import Spread
 from .state import Held, ShardState, part_of_copies
 
 

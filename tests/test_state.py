@@ -14,10 +14,10 @@ from autotp import collectives as c
 from autotp import layers as make
 from autotp.comm import ProcessComm, ShapeComm, simulate
 from autotp.errors import ShardStateError
-from autotp.gradients import ShardGrad, Spread, global_norms, plain
+from autotp.gradients import ShardGrad, global_norms, plain
 from autotp.layouts import ParamLayout, expand, fuse, split, take
-from autotp.spread_sums import BY_ELEMENT
-from autotp.state import Held, ShardState, full_state_dict, gather
+from autotp.spread_sums import BY_ELEMENT, Spread
+from autotp.state import Held, ShardState, full_state_dict, gather, weight_norms
 
 VOCAB, DIM, HEADS, HEAD_DIM = 11, 8, 3, 2
 
@@ -224,6 +224,22 @@ def test_gradients_and_every_way_to_ask_for_their_norm():
         torch.testing.assert_close(gather(g, held["embed.weight"].layout, comm), grads["embed.weight"])
 
     simulate(3, fn)
+
+
+@pytest.mark.parametrize("ord", [2.0, 1.0, math.inf])
+def test_norms_of_weights_are_those_of_the_whole(ord):
+    whole = whole_model()
+    want = {n: torch.linalg.vector_norm(p.detach(), ord) for n, p in whole.named_parameters()}
+
+    def fn(comm):
+        model, _ = shard(copy.deepcopy(whole), comm)
+        model.embed.weight.requires_grad_(False)
+        got = weight_norms(model, ord)
+        torch.testing.assert_close(got, want)
+        assert all(type(norm) is torch.Tensor and not norm.requires_grad for norm in got.values())
+
+    simulate(3, fn)
+    torch.testing.assert_close(weight_norms(whole, ord), want)
 
 
 def _first_row(g):

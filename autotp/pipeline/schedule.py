@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.tensor import DTensor
 
 from ..comm import ProcessComm, timeout_of
 from ..errors import PlanError, RankError, TrainError
-from ..gradients import MarkGrad, ShardedGrad, ShardGrad, Spread, plain
+from ..gradients import marked, plain, spread_of
 from ..losses import Watch, Weights, weighted
 from ..mesh import Mesh
 from ..nested import map_tensors
 from ..same import same_batch
+from ..spread_sums import Spread
 from ..state import part_of_copies
 from .absent import is_missing
 from .deferred import Deferred
@@ -253,9 +253,7 @@ def mark_gradients(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
     for name, param in model.named_parameters():
         if is_missing(param) or param.grad is None:
             continue
-        marks = (param._post_accumulate_grad_hooks or {}).values()
-        spread = next((hook.spread for hook in marks if isinstance(hook, MarkGrad)), Spread())
+        spread = spread_of(param) or Spread()
         counts = pipeline.holders(name)[0] == pipeline.rank
         spread = replace(spread, stages=(mesh.pp, counts))
-        param.grad = (ShardedGrad.of(param.grad, spread) if isinstance(param.grad, DTensor)
-                      else ShardGrad.of(plain(param.grad), spread))
+        param.grad = marked(plain(param.grad), spread)
