@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .errors import ShardStateError
 from .pipeline.absent import Absent
@@ -43,7 +44,14 @@ class Watchman:
             part.register_forward_pre_hook(watchman)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.model is None:
+        if torch.compiler.is_compiling() or self.model is None:
+            return
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise ShardStateError(
+                "torch.func's transforms (grad, vmap, jvp) and forward-mode AD don't go over ranks: what they "
+                "give of a split model would be a rank's share. Use backward(), on every rank."
+            )
+        if not torch.is_grad_enabled():
             return
         now = list(chain.from_iterable(self.dicts))
         if not now or len(now) != len(self.seen) or not all(map(is_, now, self.seen)):

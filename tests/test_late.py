@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from whole import assert_same_grads, forward_and_grads, full_grads, loss_of, on_ranks
 
+import autotp
+from autotp.comm import ShapeComm
 from autotp.errors import ShardStateError
 
 DIM, HIDDEN = 8, 12
@@ -108,6 +111,27 @@ def test_functional_call_in_training_is_an_error() -> None:
             torch.func.functional_call(model, given, kwargs=inputs)
 
     on_ranks(2, build, use)
+
+
+def _jvp_by_hand(model: Any, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level(), torch.no_grad():
+        return model(forward_ad.make_dual(x, x))
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "forward mode": _jvp_by_hand,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_a_split_model_are_refused(transform: str) -> None:
+    model, inputs = build()
+    autotp.parallelize(model, comm=ShapeComm(0, 2), example_inputs=inputs)  # forward AD's level: all threads'
+    with pytest.raises(ShardStateError, match="don't go over ranks"):
+        TRANSFORMS[transform](model, inputs["x"])
 
 
 @pytest.mark.parametrize("change", ["a parameter replaced", "the model copied", "a module around another"])
