@@ -48,8 +48,8 @@ class Watchman:
             return
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise ShardStateError(
-                "torch.func's transforms (grad, vmap, jvp) and forward-mode AD don't go over ranks: what they "
-                "give of a split model would be a rank's share. Use backward(), on every rank."
+                "torch.func's transforms (grad, vmap, jvp) and forward-mode AD don't go over ranks: what "
+                "they give of a split model would be a rank's share. Use backward(), on every rank."
             )
         if not torch.is_grad_enabled():
             return
