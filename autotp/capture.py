@@ -14,6 +14,7 @@ import copy
 import functools
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,7 +61,7 @@ def record(
     skeleton = clone(model)
     recorder = Recorder(skeleton, answers)
     try:
-        with quietly(), collected_later(), torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
+        with quietly(), undisturbed(), torch.inference_mode(False), torch.enable_grad(), skeleton.mode:
             faked = _placeholders(recorder, given)
             with _intercepted(recorder, own), recorder:
                 output = skeleton.module(**faked)
@@ -95,20 +96,25 @@ def quietly() -> Iterator[None]:
         log.disabled = was
 
 
-@contextmanager
-def collected_later() -> Iterator[None]:
-    """Within it, Python's cyclic garbage collector rests.
+_ALONE = threading.RLock()
 
-    Graphs are many small objects that live on; to look through them again and again finds nothing and takes
-    a third of the time of planning a deep model.
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it no other thread records or plans, and Python's cyclic garbage collector rests.
+
+    What torch and transformers keep while a model runs on fake tensors is made for one thread. And graphs are
+    many small objects that live on: to look through them again and again finds nothing and takes a third of
+    the time of planning a deep model.
     """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+    with _ALONE:
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was:
+                gc.enable()
 
 
 def _placeholders(recorder: Recorder, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from .agreement import allowed_by, disagreement
 from .alone import split_alone_in
 from .axes import Axis, leaves
-from .capture import CapturedGraph, collected_later, record
+from .capture import CapturedGraph, record, undisturbed
 from .choose import Choice, choose
 from .data_ways import everywhere
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
@@ -220,7 +220,7 @@ def plan(
     return plan_and_analysis(model, tp, policy, pp=pp, stages=stages, **options)[0]
 
 
-@collected_later()
+@undisturbed()
 def plan_and_analysis(
     model: nn.Module,
     tp: int,

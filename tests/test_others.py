@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from whole import EXACT, FLOAT32, assert_close, assert_same_grads, forward_and_grads, on_ranks
 
 import autotp
-from autotp.errors import CaptureError
+from autotp.comm import Comm, simulate
 from autotp.plan import Plan
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -301,10 +301,7 @@ def x_transformer(options: str) -> Built:
 
 
 class Esm(nn.Module):
-    """fair-esm's ESM-2, run as its own forward does where some token is padding.
-
-    That forward asks whether there is padding at all, which a recording can't know: see the test below.
-    """
+    """fair-esm's ESM-2, run as its own forward does where some token is padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,10 +331,22 @@ def test_esm_by_itself_is_its_own_forward() -> None:
     assert_close(model(**inputs), inner(inputs["tokens"])["logits"])
 
 
-def test_a_question_to_the_data_is_refused_with_its_line() -> None:
-    inner: Any = esm()[0].model
-    with pytest.raises(CaptureError, match=r"esm2\.py:\d+ in forward\) needs the values of a tensor"):
-        autotp.plan(inner, tp=2, example_inputs=esm()[1])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_question_to_the_data_is_answered_both_ways(padded: bool) -> None:
+    """Its own forward asks whether there is padding at all: split by either batch it is right for both."""
+    model, inputs = esm()
+    whole, tokens = cast(Any, model.model), inputs["tokens"]
+    batches = [tokens, tokens.clamp(min=4)]
+    given = {"tokens": batches[not padded]}
+
+    def run(comm: Comm) -> Any:
+        split: Any = esm()[0].model
+        autotp.parallelize(split, comm=comm, example_inputs=given)
+        return [split(batch)["logits"] for batch in batches]
+
+    for outputs in simulate(2, run):
+        for output, batch in zip(outputs, batches, strict=True):
+            assert_close(output, whole(batch)["logits"], EXACT)
 
 
 # --- curated-transformers -----------------------------------------------------------------------------------
