@@ -139,7 +139,8 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
     found: list[Where] = []
     left = list(users)
     if not made_here and not at_outputs:
-        found, left = _at_inputs(boundaries, source, users, uses)
+        inmost = arrow.kind == "slice" and source.op == "placeholder"
+        found, left = _at_inputs(boundaries, source, users, uses, inmost)
         if not left:
             yield found
     site = source.meta.get("site")
@@ -158,17 +159,19 @@ def _options(boundaries: Boundaries, arrow: Arrow) -> Iterator[list[Where]]:
 
 
 def _at_inputs(
-    boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], uses: list[Use]
+    boundaries: Boundaries, source: fx.Node, users: tuple[Use, ...], uses: list[Use], inmost: bool
 ) -> tuple[list[Where], list[Use]]:
     """Module calls that are given `source` and use it in no other way than `users`; and the users they leave
-    over."""
+    over. The outermost calls, so that one conversion serves many uses; or the inmost, where it costs nothing
+    and outer modules may be passed by: `generate` calls encoders and towers by itself."""
     index, left = boundaries.index, set(users)
     found: list[Where] = []
     paths: dict[int, list[ArgPath]] = defaultdict(list)
     for call, path in boundaries.given[source]:
         paths[id(call)].append(path)
     calls = {id(c): c for c, _ in boundaries.given[source]}
-    for call in sorted(calls.values(), key=lambda c: (c.first - c.last, c.path)):
+    outward = 1 if inmost else -1
+    for call in sorted(calls.values(), key=lambda c: (outward * (c.last - c.first), c.path)):
         inner = {u for u in uses if _within(index, call, u[0])}
         if not inner & left or not inner <= set(users):
             continue

@@ -93,6 +93,16 @@ def test_calls_with_and_without_are_right_under_either_plan(kind: str, planned: 
         assert len(rank) == len(want) and max(map(relative_error, rank, want)) < EXACT
 
 
+def test_generation_from_images() -> None:
+    """generate() calls the tower by itself, past the modules around it."""
+    model = seeing()
+    given = {**example_inputs(model), "max_new_tokens": 4, "do_sample": False}
+    want = model.generate(**given)  # type: ignore[operator]
+    assert not torch.equal(want, model.generate(**{**given, "pixel_values": -given["pixel_values"]}))  # type: ignore[operator]
+    for tokens in on_ranks(2, lambda: (seeing(), None), lambda model, _: model.generate(**given)):
+        assert torch.equal(tokens, want)
+
+
 def test_what_is_done_without_sounds_is_looked_at() -> None:
     plan = autotp.plan(hearing(lambda h: h / h.norm(dim=-1, keepdim=True)), 2)
     assert plan.params["listen.weight"].layout is not None
