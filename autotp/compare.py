@@ -215,22 +215,24 @@ _RUN_AS = {  # collectives.py's functions
 
 def _by_place(captured: CapturedGraph, left_out: set[str]) -> dict[Any, list[fx.Node]]:
     """Values by where they come from: results of module calls, then operations by their place in the
-    source. `left_out`: but for what these modules do."""
+    source. `left_out`: but for what these modules do, also in modules that others share with them."""
     places: dict[Any, list[fx.Node]] = defaultdict(list)
+    order = {node: i for i, node in enumerate(captured.graph.nodes)}
+    skipped = [(call.first, call.last) for call in captured.calls if call.path in left_out]
 
-    def out(module: str) -> bool:
-        return any(f"{module}.".startswith(f"{path}.") for path in left_out)
+    def out(node: fx.Node) -> bool:
+        return any(first <= order[node] <= last for first, last in skipped)
 
     for call in captured.calls:
-        if out(call.path):
+        if any(f"{call.path}.".startswith(f"{path}.") for path in left_out):
             continue
         for path, value in walk(call.output):
-            if isinstance(value, fx.Node):
+            if isinstance(value, fx.Node) and not out(value):
                 places["call", call.path, path].append(value)
     for node in captured.graph.nodes:
         site = node.meta.get("site")
         placed = node.op == "call_function" and site is not None and site.frames
-        if placed and not _is_arrows(node) and not out(node.meta["scope"]):
+        if placed and not _is_arrows(node) and not out(node):
             module, lines = _place(node.meta["scope"], site)
             places["site", module, lines, str(node.target)].append(node)
     return places

@@ -164,10 +164,14 @@ CASES = [
     c("conv1d", "b i 5, o i 2, o", lambda t, n: F.conv1d(*t), 3),
     c("conv1d depthwise", "b i 5, i 1 2, i", lambda t, n: F.conv1d(*t, groups=t[0].shape[1]), 2),
     c("conv2d", "b i 4 4, o i 2 2", lambda t, n: F.conv2d(*t, stride=2), 3),
-    c("sdpa", "b h s d, b h k d, b h k e, h s k", lambda t, n: F.scaled_dot_product_attention(*t), 3),
+    c("sdpa", "b h s d, b h k d, b h k e, h s k", lambda t, n: F.scaled_dot_product_attention(*t), 4),
+    c(
+        "sdpa causal", "b h s d, b h k d, b h k e",
+        lambda t, n: F.scaled_dot_product_attention(*t, is_causal=True), 3,
+    ),
     c(
         "sdpa grouped", "b g*r s d, b g k d, b g k e",
-        lambda t, n: F.scaled_dot_product_attention(*t, enable_gqa=t[0].shape[1] != t[1].shape[1]), 4,
+        lambda t, n: F.scaled_dot_product_attention(*t, enable_gqa=t[0].shape[1] != t[1].shape[1]), 5,
     ),
     # reductions
     c("sum", "b s h", lambda t, n: t[0].sum(-1), 3),

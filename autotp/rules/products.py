@@ -177,7 +177,8 @@ def attention(op: Op) -> Dims:
     query, key, value = op.dims((0, "query")), op.dims((1, "key")), op.dims((2, "value"))
     op.forbid(unify(query[-1], key[-1]), "scores are summed over it before the softmax")
     op.forbid(unify(key[-2], value[-2]), "the softmax runs over it")
-    op.forbid(query[-2], "a causal mask depends on the position")
+    if op.arg("is_causal", 5, False):  # without it, queries may be anything: the groups of a key head, say
+        op.forbid(query[-2], "a causal mask depends on the position")
     grouped = op.arg("enable_gqa", 7, False)
     heads = query[:-2]
     for other in (key[:-2], value[:-2]):
