@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What moves no number, and may be left out or done once more where local sizes make it nothing: key heads
 # that are repeated once.
 _NOTHING = {"expand", "repeat", "repeat_interleave", "reshape", "view", "unsqueeze", "squeeze", "flatten"}
-_NOTHING |= {"__getitem__", "getitem", "contiguous", "clone", "size"}
+_NOTHING |= {"__getitem__", "getitem", "contiguous", "clone", "size", "split_dim"}
 
 
 def compare(found: Analysis, plan: Plan, again: CapturedGraph, rank: int, left_out: set[str]) -> None:
@@ -97,7 +97,7 @@ def compare(found: Analysis, plan: Plan, again: CapturedGraph, rank: int, left_o
 
 
 def _is_nothing(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") in _NOTHING
+    return getattr(node.target, "__name__", "").partition(".")[0] in _NOTHING  # `expand.default`
 
 
 def _is_arrows(node: fx.Node) -> bool:
