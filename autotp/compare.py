@@ -19,7 +19,7 @@ from .alone import arrows_around
 from .captured import CapturedGraph
 from .errors import PlanError
 from .graph import describe, walk
-from .ints import Expr, TrackedFloat, TrackedInt, dims_of, plain, reads_of
+from .ints import Expr, TrackedFloat, TrackedInt, dims_of, evaluate, plain, reads_of
 from .realise import Where
 from .sites import Site
 from .solve import LocalShapes, given_for
@@ -47,57 +47,98 @@ def compare(found: Analysis, plan: Plan, again: CapturedGraph, rank: int, left_o
         if a.kind == "gather" and w.kind in ("layer", "out")
     }
     wrong: list[tuple[str, fx.Node]] = []
-    apart = {node for e in found.experts for c in e.calls for node in found.index.nodes[c.first : c.last + 1]}
-    apart -= {call.output for e in found.experts for call in e.calls}
-    planned, actual = _by_place(found.captured, left_out), _by_place(again, left_out)
-    modules = [one.module for one in found.experts] + [layer.module for layer in plan.layers]
-    parallel = tuple(f"{module}." for module in modules)  # these run code of ours
-
-    def is_ours(node: fx.Node) -> bool:
-        return f"{node.meta['scope']}.".startswith(parallel)
-
-    patched = {_place(w.module, w.site) for c in plan.collectives for w in c.where if w.site is not None}
     compared = 0
-    for key, nodes in planned.items():
-        others = actual.get(key, [])
-        if len(others) != len(nodes):
-            wrong += [
-                (f"{describe(n)}: it runs {len(nodes)} times, and {len(others)} times on rank {rank}", n)
-                for n in nodes[:1]
-                if not (_is_nothing(n) or n in apart or is_ours(n))
-            ]
+    for node, other in _met(found, plan, found.captured, again, left_out, wrong):
+        if node.op == other.op and str(node.target) == str(other.target):
+            wrong += [(f"{describe(node)}: {why}", node) for why in _numbers(found, shapes, node, other)]
+        if node in gathered or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        for node, other in zip(nodes, others, strict=False):
-            if node in apart:
-                continue
-            if node.op == other.op and str(node.target) == str(other.target):
-                for why in _numbers(found, shapes, node, other):
-                    wrong.append((f"{describe(node)}: on rank {rank} {why}", node))
-            if node in gathered or not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            compared += 1
-            want, got = shapes.shape(node), tuple(other.meta["val"].shape)
-            if len(want) != len(got) or any(
-                a != b and not found.index.hangs_on_data(axis)
-                for a, b, axis in zip(want, got, found.index.axes.of[node], strict=True)
-            ):
-                wrong.append((f"{describe(node)}: {list(got)} on rank {rank}, planned {list(want)}", node))
-    for key, nodes in actual.items():
-        planned_for = key in planned or key[1:3] in patched
-        if not planned_for and not all(is_ours(n) or _is_nothing(n) for n in nodes):
-            told = f"{describe(nodes[0])} runs on rank {rank}, and does not in the whole model"
-            wrong.append((told, nodes[0]))
-    if wrong:
-        told = "\n  ".join(why for why, _ in wrong[:6])
-        _raise(f"the rewritten model does not compute what was planned:\n  {told}", wrong[0][1])
-    if planned and not compared:
+        compared += 1
+        want, got = shapes.shape(node), tuple(other.meta["val"].shape)
+        if len(want) != len(got) or any(
+            a != b and not found.index.hangs_on_data(axis)
+            for a, b, axis in zip(want, got, found.index.axes.of[node], strict=True)
+        ):
+            wrong.append((f"{describe(node)}: it gives {list(got)}, planned {list(want)}", node))
+    _raise_if(wrong, f"on rank {rank}")
+    if not compared and any(n.op == "call_function" for n in found.captured.graph.nodes):
         raise PlanError(
             "the rewritten model has nothing in common with the captured one; the model is unchanged"
         )
 
 
+def compare_way(
+    found: Analysis, plan: Plan, whole: CapturedGraph, again: CapturedGraph, when: str, left_out: set[str]
+) -> None:
+    """The same for another way through the model's code (`ways.py`), in which the whole model was captured as
+    `whole` and the rewritten one as `again`: the same operations must run, with the same plain numbers.
+
+    Raises PlanError, whose `module` says where."""
+    wrong: list[tuple[str, fx.Node]] = []
+    local = {(i.module, i.name): i.local[0] for i in plan.ints}  # `again` is the first rank's
+    stated = {_place(a.where.module, a.where.site) for a in plan.arguments if a.where.site is not None}
+    for node, other in _met(found, plan, whole, again, left_out, wrong):
+        same = node.op == other.op and str(node.target) == str(other.target)
+        site = node.meta.get("site")
+        if not same or (site is not None and _place(node.meta["scope"], site) in stated):
+            continue
+        mine, theirs = _arguments(node), _arguments(other)
+        for path in dict.fromkeys((*mine, *theirs)):
+            want, got = mine.get(path), plain(theirs.get(path))
+            if isinstance(want, (TrackedInt, TrackedFloat)):
+                if dims_of(want.expr) or reads_of(want.expr):
+                    continue  # of this way nobody knows which sizes are a rank's
+                want = evaluate(want.expr, {**whole.attributes, **local})
+            if _differ(want, got):
+                wrong.append((f"{describe(node)}: it is given {got}, planned {want}", node))
+    _raise_if(wrong, when)
+
+
+def _met(
+    found: Analysis,
+    plan: Plan,
+    whole: CapturedGraph,
+    again: CapturedGraph,
+    left_out: set[str],
+    wrong: list[tuple[str, fx.Node]],
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The values of both captures that come from the same place. What runs in only one goes to `wrong`."""
+    apart = {n for e in found.experts for c in e.calls for n in found.index.nodes[c.first : c.last + 1]}
+    apart -= {call.output for e in found.experts for call in e.calls}
+    planned, actual = _by_place(whole, left_out), _by_place(again, left_out)
+    modules = [one.module for one in found.experts] + [layer.module for layer in plan.layers]
+    parallel = tuple(f"{module}." for module in modules)  # these run code of ours
+    patched = {_place(w.module, w.site) for c in plan.collectives for w in c.where if w.site is not None}
+
+    def may_differ(node: fx.Node) -> bool:
+        return _is_nothing(node) or node in apart or f"{node.meta['scope']}.".startswith(parallel)
+
+    for key, nodes in planned.items():
+        others = actual.get(key, [])
+        if len(others) == len(nodes):
+            yield from ((n, o) for n, o in zip(nodes, others, strict=True) if n not in apart)
+        elif not may_differ(nodes[0]):
+            told = f"{describe(nodes[0])}: it runs {len(nodes)} times in the whole model, here {len(others)}"
+            wrong.append((told, nodes[0]))
+    for key, nodes in actual.items():
+        if key not in planned and key[1:3] not in patched and not all(map(may_differ, nodes)):
+            wrong.append((f"{describe(nodes[0])}: it does not run in the whole model", nodes[0]))
+
+
 def _is_nothing(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "").partition(".")[0] in _NOTHING  # `expand.default`
+    """Does it move no number, so that local sizes may make it needless?"""
+    name = getattr(node.target, "__name__", "").partition(".")[0]  # `expand.default`
+    if name == "__getitem__" and len(node.meta["args"]) > 1:
+        index = node.meta["args"][1]
+        parts = index if isinstance(index, tuple) else (index,)
+        return all(isinstance(p, (int, slice, type(None), type(...))) for p in parts)
+    return name in _NOTHING
+
+
+def _differ(want: Any, got: Any) -> bool:
+    """Are they numbers, or a number and something else, and not the same?"""
+    numbers = isinstance(want, (int, float)) or isinstance(got, (int, float))
+    return numbers and want != got and not (want != want and got != got)
 
 
 def _is_arrows(node: fx.Node) -> bool:
@@ -111,12 +152,10 @@ def _numbers(found: Analysis, shapes: LocalShapes, node: fx.Node, other: fx.Node
     solution = found.solutions[shapes.rank]
     for path in dict.fromkeys((*mine, *theirs)):
         want, got = mine.get(path), plain(theirs.get(path))
-        if not isinstance(want, (int, float)) and not isinstance(got, (int, float)):
-            continue
         if isinstance(want, (TrackedInt, TrackedFloat)) and _hangs(found, want.expr):
             continue
         wanted = solution.patches.get((node, path), given_for(want, solution.attrs, shapes))
-        if wanted != got and not (wanted != wanted and got != got):
+        if _differ(wanted, got):
             yield f"it is given {got}, planned {wanted}"
 
 
@@ -130,9 +169,11 @@ def _hangs(found: Analysis, expr: Expr) -> bool:
     return bool(reads_of(expr)) or any(dims and found.index.hangs_on_data(dims[i]) for dims, i in sizes)
 
 
-def _raise(message: str, node: fx.Node | None = None) -> None:
-    error = PlanError(message)
-    raise error if node is None else error.at(str(node.meta.get("scope", "")))
+def _raise_if(wrong: list[tuple[str, fx.Node]], when: str) -> None:
+    if wrong:
+        told = "\n  ".join(why for why, _ in wrong[:6])
+        message = f"the rewritten model does not compute what was planned, {when}:\n  {told}"
+        raise PlanError(message).at(str(wrong[0][1].meta.get("scope", "")))
 
 
 def compare_arrows(found: Analysis, plan: Plan, again: CapturedGraph, left_out: set[str]) -> None:
@@ -180,7 +221,7 @@ def compare_arrows(found: Analysis, plan: Plan, again: CapturedGraph, left_out: 
     actual = Counter(part for name in functions.values() for part in _RUN_AS.get(name, ()))
     for part, told in _TOLD.items():
         if not planned[part] <= actual[part] <= planned[part] + unseen[part]:
-            _raise(
+            raise PlanError(
                 f"the rewritten model was tried, and {actual[part]} {told} ran where {planned[part]} were "
                 "planned: its code goes past one, or by one more often than when it was recorded"
             )

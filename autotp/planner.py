@@ -40,7 +40,7 @@ from .plan import Plan, alike_everywhere
 from .policy import BoundPolicy, Policy, load
 from .propagate import propagate
 from .realise import Realised, realise
-from .recapture import check_plan, hollow
+from .recapture import Checked, check_plan, hollow
 from .rules import OwnRules, rules_by_target
 from .solve import Solution, solve
 from .tp_plan import in_styles
@@ -261,7 +261,7 @@ def plan_and_analysis(
             return _in_styles(result, found, model), found
         try:
             checked = check_plan(quiet, result, found)
-            ways = _check_ways(model, quiet, result, found, hooked)
+            ways = _check_ways(model, quiet, result, found, hooked, checked)
             unseen = ways.unseen
             if checked.unseen is not None:
                 unseen.append(f"decoding with a cache: {checked.unseen}")
@@ -301,10 +301,12 @@ def _in_styles(result: Plan, found: Analysis, model: nn.Module) -> Plan:
     return replace(result, styles=said)
 
 
-def _check_ways(model: nn.Module, quiet: nn.Module, result: Plan, found: Analysis, hooked: Hooked) -> Ways:
+def _check_ways(
+    model: nn.Module, quiet: nn.Module, result: Plan, found: Analysis, hooked: Hooked, checked: Checked
+) -> Ways:
     """Where training or other sizes take another way, the plan made of that must be this plan; else
     PlanError."""
-    ways = other_ways(quiet, result, found)
+    ways = other_ways(quiet, result, found, checked)
     alone = split_alone_in(result)
     for way in ways.differing:
         where, what = next(iter(way.differs.items()))

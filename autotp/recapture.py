@@ -60,9 +60,12 @@ def _is_made(value: Any) -> bool:
 
 @dataclass
 class Checked:
-    """captures: of the rewritten model, one for each kind of rank. unseen: why decoding was not examined."""
+    """captures: of the rewritten model, one for each kind of rank. local: the hollow model of the first, in
+    which the layers `left_out` compute nothing. unseen: why decoding was not examined."""
 
     captures: list[CapturedGraph]
+    local: nn.Module
+    left_out: set[str]
     unseen: str | None
 
 
@@ -73,8 +76,9 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
     arrow does not run, or decoding takes a way through the model's code that the plan does not know.
     """
     captures: list[CapturedGraph] = []
-    unseen = None
+    first, unseen = model, None
     repeated = alike(plan, found)
+    left_out = {call.path for call in repeated}
     seen: set[tuple[int, ...]] = set()
     for rank in range(plan.tp):
         sizes = tuple(split.size(rank) for split in found.choice.splits.values())
@@ -88,13 +92,15 @@ def check_plan(model: nn.Module, plan: Plan, found: Analysis) -> Checked:
             Standin(call.output).take_over(layer)
             layer._modules = {}  # so that recording does not grow with the depth
         again = record(local, found.captured.inputs, found.captured.leaves)
-        left_out = {call.path for call in repeated}
         compare(found, plan, again, rank, left_out)
         compare_arrows(found, plan, again, left_out)
         captures.append(again)
-        if len(captures) == 1 and _decodes(model):
-            unseen = check_decoding(model, local, found, repeated)
-    return Checked(captures, unseen)
+        if len(captures) == 1:
+            first = local
+            unseen = check_decoding(model, local, found, repeated) if _decodes(model) else None
+    for call in repeated:  # at other sizes, what has the shape of its input is its input
+        first.get_submodule(call.path).forward = Standin(call.output, call)
+    return Checked(captures, first, left_out, unseen)
 
 
 def _decodes(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from .assumed import Answers
 from .axes import Axis, factors, leaves, segments
 from .capture import CapturedGraph, record
+from .compare import compare_way
 from .data_ways import data_ways
 from .errors import AutotpError, CaptureError, PlanError
 from .graph import GraphIndex
@@ -28,7 +29,7 @@ from .modalities import text_alone
 from .nested import map_parts, tensors_in
 from .plan import Plan
 from .propagate import propagate
-from .recapture import Standin, alike
+from .recapture import Checked, Standin, alike
 from .sites import Site
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ class Ways:
     skipped: set[Site] = field(default_factory=set)
 
 
-def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
-    """Capture `model` (hollow, in eval mode, as it was captured) in training and at other sizes."""
-    run = _Runner(model, alike(plan, found), found.captured.leaves)
+def other_ways(model: nn.Module, plan: Plan, found: Analysis, checked: Checked) -> Ways:
+    """Capture `model` (hollow, in eval mode, as it was captured) in training and at other sizes.
+
+    checked: holds the rewritten model, which is captured in the same ways. PlanError where it does something
+    else there than the whole one, or with other numbers."""
+    run = _Runner(model, alike(plan, found), found.captured.leaves, plan, found, checked)
     result = Ways()
     try:
-        again, skipped = run(found.captured.inputs, training=True)
+        again, skipped = run("in training", found.captured.inputs, training=True)
+    except PlanError:
+        raise
     except AutotpError as error:
         result.unseen.append(f"in training: it can't be recorded so ({first_line(error)})")
     else:
@@ -73,7 +79,7 @@ def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
     if fewer is not None:
         when = f"without {', '.join(n for n in found.captured.inputs if n not in fewer)}"
         try:
-            again, skipped = run(fewer, training=False)
+            again, skipped = run(when, fewer)
         except CaptureError as error:  # or the model itself takes no text alone
             if isinstance(error.__cause__, _READS_DATA):
                 result.unseen.append(f"{when}: it can't be recorded so ({first_line(error)})")
@@ -94,7 +100,7 @@ def other_ways(model: nn.Module, plan: Plan, found: Analysis) -> Ways:
         done.add(_shapes(inputs))
         when = "with a size of " + " and ".join(f"{new}, not {old.size}" for old, new in changed.items())
         try:
-            again, skipped = run(inputs, training=False)
+            again, skipped = run(when, inputs)
         except CaptureError as error:
             if isinstance(error.__cause__, _READS_DATA):
                 result.unseen.append(f"{when}: it can't be recorded so ({first_line(error)})")
@@ -114,7 +120,9 @@ def _ways_of_data(run: _Runner, found: Analysis, result: Ways) -> None:
             result.unseen.append("on other data: its code asks for values at too many places")
             break
         try:
-            again, skipped = run(found.captured.inputs, training=False, answers=way.answers)
+            again, skipped = run(way.when, found.captured.inputs, answers=way.answers)
+        except PlanError:
+            raise
         except AutotpError as error:
             own = error.__cause__ is None or isinstance(error.__cause__, _READS_DATA)
             if own and way.only_assumed:
@@ -146,21 +154,46 @@ def first_line(error: BaseException) -> str:
 
 
 class _Runner:
-    """Captures the model, layers that are like an earlier one left out where that is possible."""
+    """Captures the model, layers that are like an earlier one left out where that is possible, and compares
+    the rewritten model with it."""
 
-    def __init__(self, model: nn.Module, repeated: list[Any], leaves: tuple[type[nn.Module], ...]):
+    def __init__(
+        self,
+        model: nn.Module,
+        repeated: list[Any],
+        leaves: tuple[type[nn.Module], ...],
+        plan: Plan,
+        found: Analysis,
+        checked: Checked,
+    ):
         self.model, self.leaves = model, leaves
+        self.plan, self.found, self.checked = plan, found, checked
         self.standins = [(model.get_submodule(call.path), call) for call in repeated]
 
     def __call__(
-        self, inputs: dict[str, Any], training: bool, answers: Answers | None = None
+        self, when: str, inputs: dict[str, Any], training: bool = False, answers: Answers | None = None
     ) -> tuple[CapturedGraph, tuple[str, ...]]:
-        """The capture, and the paths of the layers left out."""
+        """The capture, and the paths of the layers left out. Raises what recording the model raises, and
+        PlanError where the rewritten one does something else."""
+        whole, skipped = self._whole(inputs, training, answers)
+        if answers is not None:  # they go by places in code, which rewritten functions have others of
+            return whole, skipped
+        try:
+            again = self._captured(self.checked.local, inputs, training, None)
+        except AutotpError:
+            return whole, skipped  # so it raises when it is run, too
+        compare_way(self.found, self.plan, whole, again, when, self.checked.left_out)
+        return whole, skipped
+
+    def _whole(
+        self, inputs: dict[str, Any], training: bool, answers: Answers | None
+    ) -> tuple[CapturedGraph, tuple[str, ...]]:
         held = [module._modules for module, _ in self.standins]
         try:
             for module, call in self.standins:
                 module.forward, module._modules = Standin(call.output, call), {}
-            return self._captured(inputs, training, answers), tuple(call.path for _, call in self.standins)
+            left_out = tuple(call.path for _, call in self.standins)
+            return self._captured(self.model, inputs, training, answers), left_out
         except AutotpError:
             if not held:
                 raise
@@ -168,13 +201,15 @@ class _Runner:
             for (module, _), parts in zip(self.standins, held, strict=True):
                 module._modules = parts
                 del module.forward
-        return self._captured(inputs, training, answers), ()  # its layers can't be left out
+        return self._captured(self.model, inputs, training, answers), ()  # its layers can't be left out
 
-    def _captured(self, inputs: dict[str, Any], training: bool, answers: Answers | None) -> CapturedGraph:
+    def _captured(
+        self, model: nn.Module, inputs: dict[str, Any], training: bool, answers: Answers | None
+    ) -> CapturedGraph:
         try:
-            return record(self.model.train(training), inputs, self.leaves, answers)
+            return record(model.train(training), inputs, self.leaves, answers)
         finally:
-            self.model.eval()
+            model.eval()
 
 
 def _differing(when: str, found: Analysis, again: CapturedGraph, skipped: tuple[str, ...]) -> Iterator[Way]:

@@ -150,6 +150,55 @@ def test_a_branch_on_the_number_of_heads() -> None:
     assert_as_whole(lambda: Branch(math.log, False))
 
 
+class ReadsElsewhere(Reads):
+    """Reads the number of heads only in training, or only of long sequences."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(math.log, False)
+        self.when_training = training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.h, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scale = 1.0
+        if self.training if self.when_training else x.shape[1] > 8:
+            scale = self.read(self.h)
+        a = (q @ k.mT * scale / 2).softmax(-1)
+        return self.mlp(self.o((a @ v).transpose(1, 2).flatten(2)) + x)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["in training", "of long sequences"])
+def test_a_number_read_on_another_way_than_the_captured_one(training: bool) -> None:
+    x = X if training else X.repeat(1, 2, 1)
+    whole = randomise(ReadsElsewhere(training).double()).train(training)
+
+    def one(comm: Comm) -> Any:
+        split = randomise(ReadsElsewhere(training).double())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            autotp.parallelize(split, comm=comm, example_inputs={"x": X})
+        return forward_and_grads(split.train(training), {"x": x})
+
+    want = forward_and_grads(whole, {"x": x})
+    for output, grads in simulate(2, one):
+        assert_close(output, want[0], EXACT)
+        assert_same_grads(grads, want[1], EXACT)
+
+
+class Reorders(Reads):
+    """Picks by a list for many heads: that moves numbers and keeps the shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.h, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        a = (q @ k.mT).softmax(-1)
+        if self.h > 3:
+            a = a[..., [4, 3, 2, 1, 0]]
+        return self.mlp(self.o((a @ v).transpose(1, 2).flatten(2)) + x)
+
+
+def test_a_branch_that_only_moves_numbers() -> None:
+    assert_as_whole(lambda: Reorders(math.log, False))
+
+
 # --- gradients in the forward, values kept ----------------------------------------------------------------
 
 
