@@ -8,8 +8,8 @@ class weights count as they do there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,17 +28,14 @@ CLOSE = 1e-3  # half precision; a mean over other things is off by far more
 class Counted:
     """One call of a loss function in one part. readings: what the part's loss can be: a "sum", a mean over
     what is "counted", a mean over "all" places; several where they are the same number. n: what counted.
-    numel: of how many places. share: what of its loss went backward."""
+    numel: of how many places."""
 
     readings: tuple[str, ...]
     n: float
     numel: int
-    share: float = 1.0
 
 
-SHARES: dict[str, Callable[[float, int], float]] = {
-    "counted": lambda n, numel: n / numel, "all": lambda n, numel: 1.0, "sum": lambda n, numel: 1.0,
-}  # fmt: skip
+READINGS = ("counted", "all", "sum")
 
 
 class Watch(TorchFunctionMode):
@@ -129,12 +126,18 @@ class Weights:
     """The weights of a batch's parts. Each is known when its own loss is: `share` times the loss goes
     backward; when all are known, `scale` makes the sum of their gradients the whole batch's.
 
-    weigh: "tokens" (as the loss functions count), "rows" (parts count alike), "sum" (losses add up).
+    weigh: "tokens" (as the loss functions count), "rows" (parts count alike), "sum" (losses add up). whole:
+    how many parts the batch has; 0 where other copies of the model have more of them. Where it is known, and
+    the parts count alike, their shares are right as they are, and `scale` is 1. unit: what a part counts
+    whose share is one of them.
     """
 
     weigh: str
+    whole: int = 0
+    unit: float = 0.0
     parts: list[list[Counted]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     error: str = ""  # kept until all ranks can hear of it
     dtype: str = ""
 
@@ -153,64 +156,76 @@ class Weights:
                     )
             except TrainError as error:
                 self.error = str(error)
-        share = 1.0
+        share = 1.0 if self.weigh == "sum" else 1.0 / (self.whole or 1)
         if counted:
             first = counted[0]
-            before = [r for part in self.parts if part for r in SHARES if r not in part[0].readings]
+            self.unit = self.unit or (first.n if self.whole else first.numel)
+            before = [r for part in self.parts if part for r in READINGS if r not in part[0].readings]
             reading = next((r for r in first.readings if r not in before), first.readings[0])
-            share = 0.0 if first.n == 0 else SHARES[reading](first.n, first.numel)
-        self.parts.append([replace(c, share=share) for c in counted])
+            if reading == "counted" or first.n == 0:
+                share *= first.n / self.unit if first.n else 0.0
+            elif reading == "sum":
+                share = 1.0
+        self.parts.append(counted)
         self.losses.append(value)
+        self.shares.append(share)
         return share
 
-    def told(self) -> tuple[str, str, list[list[Counted]], list[float], str]:
-        """What other ranks need to hear: what went wrong, the ways of weighing, the parts, their losses, and
-        the losses' dtype."""
-        return self.error, self.weigh, self.parts, self.losses, self.dtype
+    def told(self) -> tuple[str, str, list[list[Counted]], list[float], list[float], str]:
+        """What other ranks need to hear: what went wrong, the ways of weighing, the parts, their losses and
+        shares, and the losses' dtype."""
+        return self.error, self.weigh, self.parts, self.losses, self.shares, self.dtype
 
 
-def combined(told: Sequence[tuple[str, list[list[Counted]], list[float]]]) -> tuple[float, float]:
+def combined(
+    told: Sequence[tuple[str, list[list[Counted]], list[float], list[float]]],
+) -> tuple[float, float]:
     """(scale, loss) of the whole batch, from what every copy of the model told of its part.
 
-    scale: what the sum of all parts' gradients, each taken of `share` times its loss, is multiplied by.
+    scale: what the sum of all parts' gradients, each taken of its share of its loss, is multiplied by.
     Raises TrainError where no weighting of the parts makes the loss of the whole.
     """
     weigh = told[0][0]
-    parts = [part for _, these, _ in told for part in these]
-    losses = [loss for _, _, these in told for loss in these]
-    if weigh != "tokens":
-        scale = 1.0 if weigh == "sum" else 1.0 / len(losses)
-        return scale, scale * math.fsum(losses)
+    losses = [loss for _, _, these, _ in told for loss in these]
+    shares = [share for *_, these in told for share in these]
+    if weigh == "tokens":
+        weights = _weights([part for _, these, *_ in told for part in these])
+    else:
+        weights = [1.0 if weigh == "sum" else 1.0 / len(losses)] * len(losses)
+    going = [i for i, share in enumerate(shares) if share]
+    if not going:                                # the whole batch's loss is 0/0, too
+        return math.nan, math.nan
+    scale = weights[going[0]] / shares[going[0]]
+    if any(abs(weights[i] - scale * shares[i]) > 1e-9 * weights[i] for i in going):
+        raise TrainError(UNCLEAR)
+    return scale, math.fsum(weights[i] * losses[i] for i in going)
+
+
+UNCLEAR = (
+    "from the micro-batches' losses it is not clear whether they are sums or means, and of what: say so with "
+    'weigh="rows" or "sum", or let the model call a loss function with reduction="mean".'
+)
+
+
+def _weights(parts: Sequence[Sequence[Counted]]) -> list[float]:
+    """What each part's loss is multiplied by in that of the whole batch, as the loss functions count."""
     if len({len(part) for part in parts}) > 1 or len({c.numel for part in parts for c in part[:1]}) > 1:
         raise TrainError(
             "the micro-batches call different loss functions, or over different numbers of places: their "
             'losses have no common weights. Use microbatches=1, or weigh="rows" or "sum".'
         )
-    found: dict[str, tuple[float, float]] = {}
-    shared = [loss * part[0].share for loss, part in zip(losses, parts, strict=True) if part[0].share]
-    for reading in SHARES:
-        factor = _scale(reading, parts) if all(reading in c.readings for p in parts for c in p) else None
-        if factor is not None:
-            found[reading] = factor, factor * math.fsum(shared)
-    results = list(found.values())
-    if not results or any(abs(scale - results[0][0]) > 1e-9 * scale for scale, _ in results):
-        raise TrainError(
-            "from the micro-batches' losses it is not clear whether they are sums or means, and of what: "
-            'say so with weigh="rows" or "sum", or let the model call a loss function with reduction="mean".'
-        )
-    return results[0]
+    readings = [r for r in READINGS if all(r in c.readings for part in parts for c in part)]
+    found = [_read(reading, parts) for reading in readings]
+    counts = [i for i, part in enumerate(parts) if part[0].n]
+    if not found or any(abs(w[i] - found[0][i]) > 1e-9 * w[i] for w in found for i in counts):
+        raise TrainError(UNCLEAR)
+    return found[0]
 
 
-def _scale(reading: str, parts: Sequence[Sequence[Counted]]) -> float | None:
-    """What the gradients are multiplied by if the losses are so; None where they went backward otherwise."""
-    for part in parts:
-        first = part[0]
-        if first.share and abs(first.share - SHARES[reading](first.n, first.numel)) > 1e-12:
-            return None
-    if reading == "sum":
-        return 1.0
-    if reading == "all":
-        return 1.0 / len(parts)
+def _read(reading: str, parts: Sequence[Sequence[Counted]]) -> list[float]:
+    """The weights, if the parts' losses are so."""
+    if reading != "counted":
+        return [1.0 if reading == "sum" else 1.0 / len(parts)] * len(parts)
     totals = [math.fsum(part[i].n for part in parts) for i in range(len(parts[0]))]
     for part in parts:
         shares = [c.n / total if total else 0.0 for c, total in zip(part, totals, strict=True)]
@@ -220,8 +235,7 @@ def _scale(reading: str, parts: Sequence[Sequence[Counted]]) -> float | None:
                 f"{', '.join(f'{share:.1%}' for share in shares)} of what they count in all): no one weight "
                 'of it makes the loss of the whole batch. Use microbatches=1, or weigh="rows".'
             )
-    # with nothing counted anywhere the whole batch's loss is 0/0, too
-    return parts[0][0].numel / totals[0] if totals[0] else math.nan
+    return [part[0].n / totals[0] if totals[0] else 0.0 for part in parts]
 
 
 def loss_of(output: Any) -> Tensor:

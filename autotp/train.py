@@ -73,7 +73,8 @@ def train_step(
     before = [p.grad for p in params]
     for p in params:
         p.grad = None
-    weights = Weights(weigh)
+    copy_count = mesh.dp.size if mesh is not None else 1
+    weights = Weights(weigh, len(parts) if copy_count == 1 else 0)
     try:
         with torch.enable_grad():
             if pipeline is None:
@@ -87,22 +88,21 @@ def train_step(
                 sum_shared(model, pipeline, mesh)
             if isinstance(copies, Replica):
                 copies.average([p for p in params if p.grad is not None])
-            copy_count = mesh.dp.size if mesh is not None else 1  # their gradients were averaged
-            for p in params:
-                if p.grad is not None:
-                    plain(p.grad).mul_(scale * copy_count)
             if pipeline is not None and mesh is not None:
                 mark_gradients(model, pipeline, mesh)
+            factor = scale * copy_count          # gradients of copies were averaged
+            for p, grad in zip(params, before, strict=True):
+                if p.grad is not None and grad is not None:
+                    plain(grad).add_(plain(p.grad), alpha=factor)
+                elif p.grad is not None and factor != 1:
+                    plain(p.grad).mul_(factor)
     except BaseException:
         for p, grad in zip(params, before, strict=True):
             p.grad = grad
         raise
-    with torch.no_grad():
-        for p, grad in zip(params, before, strict=True):
-            if grad is not None:
-                if p.grad is not None:
-                    plain(grad).add_(plain(p.grad))
-                p.grad = grad
+    for p, grad in zip(params, before, strict=True):
+        if grad is not None:
+            p.grad = grad
     device = params[0].device if params else torch.device("cpu")
     return torch.tensor(loss, dtype=getattr(torch, dtype), device=device)
 

@@ -325,6 +325,23 @@ def test_what_has_no_right_weights(name: str) -> None:
     assert model.layer.bias.grad is None
 
 
+def test_a_sum_that_looks_like_a_mean_in_each_part_is_refused() -> None:
+    batch = toy_batch()
+    batch["y"] = torch.tensor([1, -100] * 4)  # one that counts in each of four
+    with pytest.raises(TrainError, match="not clear whether they are sums or means"):
+        train_step(Toy(LOSSES["sum"]), batch, microbatches=4)
+
+
+def test_parts_that_count_alike_leave_nothing_to_scale() -> None:
+    weights = Weights("tokens", 3)
+    y = torch.tensor([0, 0, -100, 1])
+    for _ in range(3):
+        with Watch() as watch:
+            loss = F.cross_entropy(torch.zeros(4, 2), y)
+        weights.share(loss, watch)
+    assert combined([weights.told()[1:5]])[0] == 1
+
+
 def test_nothing_counted_at_all() -> None:
     model = Toy(F.cross_entropy)
     batch = toy_batch()
@@ -342,7 +359,7 @@ def test_copies_are_weighted_by_what_they_count() -> None:
             with Watch() as watch:
                 loss = F.cross_entropy(torch.zeros(4, 2), y)
             weights.share(loss, watch)
-        told.append(weights.told()[1:4])
+        told.append(weights.told()[1:5])
     factor, loss = combined(told)
     assert factor == 4 / 8 and loss == pytest.approx(torch.log(torch.tensor(2.0)).item())
 
