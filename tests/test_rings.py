@@ -4,9 +4,12 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +47,8 @@ def test_messages_arrive_whole_and_in_order_however_the_ends_alternate(steps):
         if sends:
             number += 1
             data = torch.arange(count, dtype=torch.float64) + number
-            sender.put(peer, (1, 0, number, data.nbytes), data)
-            sent[peer].append(((1, 0, number, data.nbytes), data.tolist()))
+            sender.put(peer, (1, number, data.nbytes, data.nbytes), data)
+            sent[peer].append(((1, number, data.nbytes, data.nbytes), data.tolist()))
             data.fill_(-1)  # it may change at once
         else:
             take(peer)
@@ -60,24 +63,49 @@ def test_a_full_queue_keeps_the_sender_going_and_slots_are_far_apart():
     one, two = ends(2)
     largest = torch.randint(0, 255, (one.room,), dtype=torch.uint8)
     for i in range(rings._SLOTS + 2):
-        one.put(1, (1, 0, i, one.room), largest + i)
+        one.put(1, (1, i, one.room, one.room), largest + i)
     assert not one.flush()
     back = torch.ones(3)
-    two.put(0, (1, 0, 0, 12), back)
+    two.put(0, (1, 0, 12, 12), back)
     for i in range(rings._SLOTS + 2):
         one.flush()
         out = torch.empty_like(largest)
-        assert two.head(0) == (1, 0, i, one.room)
+        assert two.head(0) == (1, i, one.room, one.room)
         two.take(0, out)
         assert torch.equal(out, largest + i)
     out = torch.empty(3)
-    assert one.flush() and two.head(0) is None and one.head(1) == (1, 0, 0, 12)
+    assert one.flush() and two.head(0) is None and one.head(1) == (1, 0, 12, 12)
     one.take(1, out)
     assert torch.equal(out, back) and one.failed(1, 1) is None
     two.fail(1)
     assert one.failed(1, 0) == 1 and one.failed(2, 1) is None
     two.fail(2)
     assert one.failed(1, 1) == 1 and one.failed(1, 0) is None
+
+
+def test_what_is_large_goes_in_pieces_while_it_is_taken_and_leaves_a_slot_when_it_is_not():
+    one, two = ends(2)
+    data = torch.randint(0, 255, (one.room * 11 + 5,), dtype=torch.uint8)
+    assert one.stream(1, data, lambda here: (1, 0, len(data), here)) == (rings._SLOTS - 1) * one.room
+    one.put(1, (1, 0, len(data), -1), None)
+    assert one.flush()  # it found its slot
+    for _ in range(rings._SLOTS):
+        two.take(0, None)
+
+    def take():
+        pieces = []
+        while sum(map(len, pieces)) < len(data):
+            if head := two.head(0):
+                pieces.append(torch.empty(head[3], dtype=torch.uint8))
+                two.take(0, pieces[-1])
+        got.extend(pieces)
+
+    got = []
+    taker = threading.Thread(target=take)
+    taker.start()
+    sent = one.stream(1, data, lambda here: (1, 1, len(data), here))
+    taker.join(30)
+    assert sent == len(data) and len(got) == 12 and torch.equal(torch.cat(got), data)
 
 
 def _talk(rank):
@@ -91,6 +119,19 @@ def _talk(rank):
         else:
             assert torch.equal(channel.receive(torch.empty_like(x), cpu, 0), x)
     channel.end()
+    huge = torch.arange(3 * channel._rings.room, dtype=torch.float32)  # more than the queue
+    for late in (0, 1):  # who comes late: the sender, whose pieces are taken; the receiver
+        dist.barrier()
+        time.sleep(0.2 * (rank == late))
+        if rank == 0:
+            channel.send(huge, 1)
+            channel.send(torch.ones(2), 1)
+            huge.add_(1)
+            channel.end()
+        else:
+            assert torch.equal(channel.receive(huge, cpu, 0), huge)
+            assert channel.receive(torch.ones(2), cpu, 0).tolist() == [1, 1]
+            huge.add_(1)
     assert channel.exchange(("rank", rank)) == [("rank", 0), ("rank", 1)]
 
     channel.begin()  # a call that is given up: what it left is passed over by the next
@@ -133,7 +174,7 @@ def test_a_process_that_is_gone_is_not_waited_for(monkeypatch):
     channel.rank, channel.size, channel.patience = 0, 2, 30.0
     memory = mmap.mmap(-1, Rings.length(2))
     one = Rings(memory, 0, [os.getpid(), gone.pid])
-    Rings(memory, 1, one.pids).put(0, (1, 0, 0, 4), torch.ones(1))  # it sent before it ended
+    Rings(memory, 1, one.pids).put(0, (1, 0, 4, 4), torch.ones(1))  # it sent before it ended
     channel._rings = one
     channel.begin()
     like = torch.ones(1)

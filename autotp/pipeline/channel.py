@@ -26,7 +26,7 @@ from .rings import Rings
 PATIENCE = 300.0  # seconds a stage waits for another
 _YIELDING = 2e-4  # seconds: a stage computes for longer, and may share its cores with the waiting one
 _TAG = 7920  # a caller's own messages in the group stay apart
-_DATA, _FAILED, _APART = 0, 1, 2  # what a message is; apart: a head whose data comes through the group
+_DATA, _FAILED = 0, 1  # what a message of the group is
 _HEAD = 32  # bytes: turn, kind, number of the message, bytes of the tensor
 
 
@@ -109,15 +109,30 @@ class ProcessChannel(Channel):
         number, x = self._sent[to], x.detach().contiguous()
         self._sent[to] += 1
         if x.device.type == "cpu" and self._rings is not None:
-            fits = x.nbytes <= self._rings.room
-            kind = _DATA if fits else _APART
-            self._rings.put(to, (self.turn, kind, number, x.nbytes), x if fits else None)
-            if fits:
+            rest = self._put(self._rings, to, number, x)
+            if rest is None:
                 return
-            x = x.clone()                        # the model may change it
+            x = rest
         elif x.device.type == "cpu":
             x = self._packed(_DATA, number, x)
         self._pending.append((dist.isend(x, group=self.comm.group, group_dst=to, tag=_TAG), x))
+
+    def _put(self, rings: Rings, to: int, number: int, x: Tensor) -> Tensor | None:
+        """Send to a rank on this machine. Gives what is left for the group to send: the end of what is large,
+        where the other rank has no time for it."""
+        def head(here: int) -> tuple[int, int, int, int]:
+            """here: bytes in this slot, or less than none: as many come through the group."""
+            return self.turn, number, x.nbytes, here
+
+        if x.nbytes <= rings.room:
+            rings.put(to, head(x.nbytes), x)
+            return None
+        data = x.view(-1).view(torch.uint8)
+        rest = data[rings.stream(to, data, head):]
+        if not len(rest):
+            return None
+        rings.put(to, head(-len(rest)), None)
+        return rest.clone()                      # the model may change it
 
     def _packed(self, kind: int, number: int, x: Tensor) -> Tensor:
         message = torch.empty(_HEAD + x.nbytes, dtype=torch.uint8)
@@ -151,19 +166,23 @@ class ProcessChannel(Channel):
 
     def _fetch(self, rings: Rings, source: int, number: int, out: Tensor) -> None:
         """A message of a rank on this machine."""
-        while True:
-            turn, kind, sent, size = self._head(rings, source)
-            if turn >= self.turn:
-                break
-            rings.take(source, None)             # of a call that this rank has given up
-            if kind == _APART:
-                self._wait(torch.empty(size, dtype=torch.uint8), source)
-        if turn > self.turn and (told := self._told(source, self.turn)):
-            raise StageError(told)               # it has given up this call, and gone on
-        self._check(source, (turn, sent, size), number, out.nbytes)
-        rings.take(source, None if kind == _APART else out)
-        if kind == _APART:
-            self._wait(out, source)
+        left: Tensor | None = out.view(-1).view(torch.uint8)
+        if out.nbytes > rings.room and rings.head(source) is None:
+            out.zero_()                          # memory is made while there is time
+        while left is not None:
+            turn, sent, size, here = self._head(rings, source)
+            if turn < self.turn:                 # of a call that this rank has given up
+                rings.take(source, None)
+                if here < 0:
+                    self._wait(torch.empty(-here, dtype=torch.uint8), source)
+                continue
+            if turn > self.turn and (told := self._told(source, self.turn)):
+                raise StageError(told)           # it has given up this call, and gone on
+            self._check(source, (turn, sent, size), number, out.nbytes)
+            rings.take(source, left[:here] if here > 0 else None)
+            if here < 0:
+                self._wait(left, source)
+            left = left[here:] if 0 < here < len(left) else None
 
     def _head(self, rings: Rings, source: int) -> tuple[int, int, int, int]:
         waiting = Waiting(self.patience, _YIELDING)

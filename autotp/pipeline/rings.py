@@ -3,14 +3,16 @@
 From each rank to each other lie a few slots. The sender fills the next one, then counts up; the receiver
 reads it, then counts up too, and the slot is free again. As in `mailbox.py` the order of writes is all that
 this stands on. What finds no free slot is kept at the sender, which tries again whenever it sends or waits:
-so sending never blocks.
+so sending never blocks. What is too large for one slot goes in pieces, as long as the receiver takes them.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ _LARGEST = 2**20  # bytes of one message
 _TOTAL = 2**24  # bytes for the messages between all ranks
 _LINE = 128  # bytes: counts that different ranks write lie apart
 _HEAD = 64
+_TAKING = 2e-3  # seconds in which a receiver that waits takes a piece
 
 Head = tuple[int, int, int, int]  # what goes before a message's data
 
@@ -58,6 +61,22 @@ class Rings:
         if self.flush() and self._to[to].write(head, data):
             return
         self._kept.append((to, head, None if data is None else data.clone()))
+
+    def stream(self, to: int, data: Tensor, head: Callable[[int], Head]) -> int:
+        """Send bytes in pieces, as long as the receiver takes them: how many went. Each has the head of its
+        length. One slot stays free for a message that says how the rest comes."""
+        queue, at, since = self._to[to], 0, 0.0
+        while at < len(data) and self.flush():
+            piece = data[at : at + self.room]
+            if queue.free > (at + len(piece) < len(data)):
+                queue.write(head(len(piece)), piece)
+                at, since = at + len(piece), 0.0
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since > _TAKING:
+                break
+            os.sched_yield()
+        return at
 
     def flush(self) -> bool:
         """Write what was kept, as far as there are slots; whether all is written."""
@@ -98,8 +117,12 @@ class _Queue:
         self.heads = [(first + i * step) // 8 for i in range(_SLOTS)]
         self.slots = [whole[first + i * step + _HEAD :][: rings.room] for i in range(_SLOTS)]
 
+    @property
+    def free(self) -> int:
+        return _SLOTS - (self.at - self.numbers[self.read])
+
     def write(self, head: Head, data: Tensor | None) -> bool:
-        if self.at - self.numbers[self.read] >= _SLOTS:
+        if not self.free:
             return False
         i = self.at % _SLOTS
         if data is not None and data.nbytes:

@@ -1,14 +1,19 @@
 """The bubble of each pipeline schedule, measured, beside what the search's simulation says.
 
 `python tools/bench/pp_bench.py` starts two processes over gloo, one thread each, and times `train_step` of a
-stack of equal MLPs: how long a step takes, and of it how long each rank is busy with forwards and backwards.
-The bubble is the idle share. The simulation (`autotp/search/schedule.py`) is given the mean time that each
-stage's forwards and backwards took in the same steps. Both need a core for each process and nothing else
-running.
+stack of equal MLPs: when each forward and backward began and ended. The bubble is the share of the time from
+the first one's begin to the last one's end in which ranks are idle. The simulation
+(`autotp/search/schedule.py`) is given the mean time that each stage's forwards and backwards took in the same
+step (the last one's with the loss), and what a message between the processes takes, measured alone before
+(`hop`). What a step has before and after its actions is no part of a schedule, and has a column of its own;
+the search has it in `step_ms`. Both need a core for each process and nothing else running: the row is that of
+the shortest of the rounds' steps, since other work only adds to one, with the median of all beside it.
+
+`--tokens 256` makes a micro-batch, and so each action, that much smaller; real ones take long.
 
 `--sleep 0.2` puts sleep in the place of computing: a block's forward, its backward to inputs and that to
 weights take 0.2 s each, whatever else the machine does, and the simulation is told just that. So what is
-measured is the schedule itself, its messages and the library's own Python; of the rounds' steps the shortest.
+measured is the schedule itself, its messages and the library's own Python.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections import defaultdict
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,12 +36,13 @@ from torch.distributed.pipelining.stage import PipelineStage
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from launch import launch, say, telling_errors  # noqa: E402
 
-WIDTH, HIDDEN, TOKENS = 512, 2048, 256
+WIDTH, HIDDEN = 512, 2048
+HOPS = 100  # messages to and fro that are timed
 BLOCKS = 8  # of a model that computes: as many in each stage
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # a rank
 KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
-Times = dict[tuple[str, int], list[float]]  # by kind and stage, seconds of each
+Times = list[tuple[str, int, float, float]]  # kind, stage, begin and end, by the machine's clock
 
 
 class Nap(torch.autograd.Function):
@@ -93,13 +99,13 @@ class Stack(nn.Module):
         return F.mse_loss(x, target)
 
 
-def built(pp: int, stages: int, seconds: float) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def built(pp: int, stages: int, seconds: float, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model in `stages` stages over the ranks, one block in each where blocks sleep; one micro-batch."""
     import autotp
 
     torch.manual_seed(0)
     blocks = [Sleeper() for _ in range(stages)] if seconds else [Block() for _ in range(BLOCKS)]
-    width, tokens = (8, 1) if seconds else (WIDTH, TOKENS)
+    width, tokens = (8, 1) if seconds else (WIDTH, tokens)
     model = Stack(list(blocks), width)
     batch = {"ids": torch.zeros(1, tokens, dtype=torch.long), "target": torch.zeros(1, tokens, width)}
     starts = [f"blocks.{len(blocks) * i // stages}" for i in range(1, stages)]
@@ -111,7 +117,7 @@ def built(pp: int, stages: int, seconds: float) -> tuple[nn.Module, dict[str, to
 
 
 def watch(times: Times) -> None:
-    """Note how long this process's forwards and backwards take: of torch's stages, from their call to its
+    """Note when forwards and backwards of this process run: those of torch's stages, from their call to its
     end."""
 
     def timed(run: Any, kind: str) -> Any:
@@ -120,7 +126,7 @@ def watch(times: Times) -> None:
             try:
                 return run(self, *args, **kwargs)
             finally:
-                times[kind, self.stage_index].append(time.perf_counter() - start)
+                times.append((kind, self.stage_index, start, time.perf_counter()))
 
         return one_chunk
 
@@ -128,56 +134,105 @@ def watch(times: Times) -> None:
         setattr(PipelineStage, name, timed(getattr(PipelineStage, name), kind))
 
 
-def worker(pp: int, schedules: list[str], counts: list[int], rounds: int, seconds: float) -> None:
-    """One rank: of every schedule and number of micro-batches, the seconds of steps and of what was done."""
+def hop(numel: int) -> float:
+    """Seconds of a message from one process to the next, sent as torch's schedules send it."""
+    rank, times, message = dist.get_rank(), [], torch.zeros(numel)
+    for _ in range(HOPS):
+        start = time.perf_counter()
+        if rank == 0:
+            dist.isend(message, 1).wait()  # type: ignore[union-attr]
+            dist.irecv(message, 1).wait()  # type: ignore[union-attr]
+        elif rank == 1:
+            dist.irecv(message, 0).wait()  # type: ignore[union-attr]
+            dist.isend(message, 0).wait()  # type: ignore[union-attr]
+        times.append((time.perf_counter() - start) / 2)
+    return statistics.median(times)
+
+
+def worker(
+    pp: int, schedules: list[str], counts: list[int], rounds: int, seconds: float, tokens: int
+) -> None:
+    """One rank: of every schedule and number of micro-batches, when its steps ran, and what was done when."""
     from autotp import train_step
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    times: Times = defaultdict(list)
+    times: Times = []
     watch(times)
     found = []
+    sent = hop(8 if seconds else tokens * WIDTH)
     for schedule in schedules:
-        model, one = built(pp, pp * STAGES[schedule], seconds)
+        model, one = built(pp, pp * STAGES[schedule], seconds, tokens)
         for count in counts:
             batch = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in one.items()}
             steps = []
-            train_step(model, batch, count, schedule)  # connections are made
-            times.clear()
-            for _ in range(rounds):
+            for round_ in range(rounds + 1):  # in the first connections are made
+                model.zero_grad()
                 dist.barrier()
+                times.clear()
                 start = time.perf_counter()
                 train_step(model, batch, count, schedule)
-                dist.barrier()
-                steps.append(time.perf_counter() - start)
-                say(step=True)
-            spent = [(kind, stage, list(values)) for (kind, stage), values in times.items()]
-            found.append({"schedule": schedule, "count": count, "steps": steps, "spent": spent})
+                if round_:
+                    steps.append({"start": start, "end": time.perf_counter(), "times": list(times)})
+                    say(step=True)
+            found.append({"schedule": schedule, "count": count, "steps": steps, "hop": sent})
     dist.barrier()
     dist.destroy_process_group()
     say(result=True, found=found)
 
 
-def row(pp: int, seconds: float, ranks: list[dict[str, Any]]) -> list[str]:
-    """Of one schedule and number of micro-batches, from what every rank found."""
+@dataclass
+class Step:
+    """One step. All in seconds. actions: from the first one's begin to the last one's end; simulated: those.
+    measured, expected: shares that are bubble."""
+
+    whole: float
+    actions: float
+    simulated: float
+    measured: float
+    expected: float
+
+    @property
+    def off(self) -> float:
+        return self.measured / self.expected - 1
+
+
+def compared(pp: int, schedule: str, count: int, seconds: float, sent: float, ranks: list[Any]) -> Step:
+    """A step beside its simulation, from what every rank noted of it."""
     from autotp.search.schedule import simulate
 
-    schedule, count, steps = ranks[0]["schedule"], ranks[0]["count"], ranks[0]["steps"]
-    rounds, stages = len(steps), pp * STAGES[schedule]
-    spent: Times = {(kind, stage): values for rank in ranks for kind, stage, values in rank["spent"]}
-    mean = {key: statistics.fmean(values) for key, values in spent.items()}
-    forward = [mean["F", s] for s in range(stages)]
-    weights = [mean.get(("W", s), 0.0) for s in range(stages)]
-    backward = [mean["B", s] + weights[s] for s in range(stages)]
+    stages = pp * STAGES[schedule]
+    times = [tuple(action) for rank in ranks for action in rank["times"]]
+    length = max(end for *_, end in times) - min(begin for *_, begin, _ in times)
+
+    def mean(kind: str) -> list[float]:
+        spent: list[list[float]] = [[] for _ in range(stages)]
+        for this, stage, begin, end in times:
+            if this == kind:
+                spent[stage].append(end - begin)
+        return [statistics.fmean(of_one or [0.0]) for of_one in spent]
+
+    forward, weights = mean("F"), mean("W")
+    backward = [b + w for b, w in zip(mean("B"), weights, strict=True)]
     if seconds:
         forward, backward, weights = [seconds] * stages, [2 * seconds] * stages, [seconds] * stages
-    run = simulate(schedule, forward, backward, count, ranks=pp, weights=weights)
-    expected = 1 - sum(run.busy) / (pp * run.length)
-    busy = sum(map(sum, spent.values())) / rounds if not seconds else sum(run.busy)
-    length = statistics.fmean(steps) if not seconds else min(steps)  # others' work only adds to it
-    measured = 1 - busy / (pp * length)
-    return [schedule, str(count), f"{length:.3f}", f"{run.length:.3f}", f"{measured:.1%}", f"{expected:.1%}",
-            f"{measured / expected - 1:+.1%}"]  # fmt: skip
+    run = simulate(schedule, forward, backward, count, ranks=pp, weights=weights, send=sent)
+    busy = sum(run.busy)  # of means: what all actions took
+    whole = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
+    return Step(whole, length, run.length, 1 - busy / (pp * length), 1 - busy / (pp * run.length))
+
+
+def row(pp: int, seconds: float, ranks: list[dict[str, Any]]) -> list[str]:
+    """Of one schedule and number of micro-batches, from what every rank found."""
+    schedule, count, sent = ranks[0]["schedule"], ranks[0]["count"], ranks[0]["hop"]
+    steps = [compared(pp, schedule, count, seconds, sent, list(of_one))
+             for of_one in zip(*(rank["steps"] for rank in ranks), strict=True)]  # fmt: skip
+    best = min(steps, key=lambda step: step.actions)
+    return [
+        schedule, str(count), f"{best.actions:.3f}", f"{best.simulated:.3f}", f"{best.measured:.1%}",
+        f"{best.expected:.1%}", f"{best.off:+.1%}", f"{statistics.median(step.off for step in steps):+.1%}",
+        f"{1000 * (best.whole - best.actions):.0f}",
+    ]  # fmt: skip
 
 
 def main() -> int:
@@ -186,12 +241,14 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedules", nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch, where blocks compute")
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds; 0: blocks compute")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
     if options.worker:
         with telling_errors():
-            worker(options.pp, options.schedules, options.microbatches, options.rounds, options.sleep)
+            worker(options.pp, options.schedules, options.microbatches, options.rounds, options.sleep,
+                   options.tokens)  # fmt: skip
         return 0
 
     from rich.progress import Progress
@@ -205,10 +262,12 @@ def main() -> int:
                 progress.update(task, advance=1)
 
         ranks = launch(__file__, [*sys.argv[1:], "--worker"], options.pp, show)
-    head = ["schedule", "micro-batches", "step (s)", "simulated (s)", "bubble", "simulated", "off by"]
+    head = ["schedule", "micro-batches", "actions (s)", "simulated (s)", "bubble", "simulated", "off by",
+            "median", "beside (ms)"]  # fmt: skip
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for of_one in zip(*(rank["found"] for rank in ranks), strict=True):
         rows.append(row(options.pp, options.sleep, list(of_one)))
+    print(f"a message takes {1000 * ranks[0]['found'][0]['hop']:.2f} ms\n")
     print("\n".join("| " + " | ".join(cells) + " |" for cells in rows))
     return 0
 
