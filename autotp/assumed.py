@@ -95,7 +95,7 @@ class Assumptions:
                 for mask, size in zip(masks, sizes, strict=True)
             ]
         others = [other for other, same in (("none", [0] * len(sizes)), ("all", sizes)) if counts != same]
-        out = _picked(func, args, kwargs, counts)
+        out = picked_rows(func, args, kwargs, counts)
         picked = " and ".join(f"{n} of {m}" for n, m in zip(counts, sizes, strict=True))
         self._note(site, f"{func.__name__} picks {picked}", basis, tuple(others), found[0] if found else {})
         return out, {PICKS: how, ROWS: counts}
@@ -210,7 +210,7 @@ def picks_rows(func: Any, args: Any) -> bool:
     return name in ("nonzero", "argwhere", "masked_select")
 
 
-def _picked(func: Any, args: Any, kwargs: Any, counts: list[int]) -> Any:
+def picked_rows(func: Any, args: Any, kwargs: Any, counts: list[int]) -> Any:
     """What a function that picks rows gives on fake tensors, if its masks pick so many."""
     x, left = args[0], list(counts)
 

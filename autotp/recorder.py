@@ -93,7 +93,7 @@ class Recorder(Lifter):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.silent:
+        if self.silent or _in_fake_mode():
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None and self._is_batched((args, kwargs)):
             return self._under_vmap(func, args, kwargs)
@@ -301,6 +301,15 @@ class Recorder(Lifter):
         self._bounds[position] = (self._bounds[position][0], self._last)
         call.output = self._output(out)
         return out
+
+
+def _in_fake_mode() -> bool:
+    """Whether fake tensors are at work on a call: what they call for it is none of the model's.
+
+    An autograd function that saves a tensor gets there without a torch call; what is called hangs on their
+    cache. If torch's private name changes, such calls are recorded: an operation more, in one capture of two.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 _LISTING = FakeTensor.tolist.__code__

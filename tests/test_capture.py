@@ -570,3 +570,32 @@ def test_a_leaf_can_be_the_model() -> None:
     captured = capture(layer, input=torch.randn(2, 3))
     x = torch.randn(5, 3)
     assert torch.equal(captured.run(layer, input=x), layer(x))
+
+
+def test_what_fake_tensors_call_themselves_is_not_recorded() -> None:
+    """An autograd function that saves its output detaches it: on fake tensors by calls that depend on what
+    their cache holds, so that two captures of one model would differ."""
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = x.exp()
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (out,) = ctx.saved_tensors
+            return grad * out
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(7, 11)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Keeps.apply(self.up(x)).sum(1)
+
+    for _ in range(2):
+        nodes = capture(Model(), x=torch.randn(13, 7)).graph.nodes
+        assert [n.target for n in nodes if isinstance(n.target, torch._ops.OpOverload)] == []

@@ -208,6 +208,61 @@ def test_what_a_unit_puts_into_a_container_is_there_afterwards():
     assert isinstance(seen["inner"]["x"], Absent) and seen["same"] is old
 
 
+def test_a_unit_may_loop_over_the_experts_that_were_hit():
+    """Its output has the same shape whichever were. Where a shape hangs on how many rows a mask picks, in the
+    output or in what the unit keeps, nothing is made up."""
+
+    class Unit(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body, self.kept = body, None
+
+        def forward(self, x):
+            return self.body(self, x)
+
+    def loops(self, x):
+        out = torch.zeros_like(x)
+        for expert in nn.functional.one_hot((x > 0).long().sum(1), 8).sum(0).gt(0).nonzero():
+            rows, _ = torch.where(x > int(expert))
+            out.index_add_(0, rows, x[rows] * 2)
+        out[out < 0] = 0
+        return out
+
+    def keeps(self, x):
+        self.kept = x[x > 0].exp()
+        return x + 1
+
+    origin = Origin("u", 1, Home(torch.device("cpu"), (0,)))
+    x = absent(torch.empty(4, 3, device="meta"), origin)
+    out = Stub("u", Unit(loops).forward).run((x,), {}, origin)
+    assert isinstance(out, Absent) and out.shape == (4, 3)
+    for body in (
+        lambda self, x: x[x.sum(1) > 0],
+        lambda self, x: torch.cat([x, x[x.sum(1) > 0]]),
+        lambda self, x: x.new_ones((x > 0).nonzero().shape[0], 2),
+        keeps,
+    ):  # fmt: skip
+        unit = Unit(body)
+        with pytest.raises(AbsentError, match="how many rows a mask picks"):
+            Stub("u", unit.forward).run((x,), {}, origin)
+
+
+def test_masks_and_numbers_that_are_known_say_shapes_of_what_is_absent():
+    origin = Origin("tower", 1, Home(torch.device("cpu"), (0,)))
+    mask = torch.tensor([True, False, True])
+    x = absent(torch.empty(3, 5, device="meta"), origin)
+    for index, shape in ((mask, (2, 5)), ((mask, slice(2)), (2, 2)), ((slice(1), torch.tensor(4)), (1,))):
+        assert x[index].shape == shape and isinstance(x[index], Absent)
+        seen = Stub("u", lambda x, index=index: x[index]).run((x,), {}, origin)
+        assert seen.shape == shape and isinstance(seen, Absent)
+    n = torch.div(15, 3, rounding_mode="trunc")  # a number in a tensor is a size
+    assert x.view(n, 3).shape == (5, 3)
+    for use in (lambda x: x.view(n, torch.tensor(3)), lambda x: x.as_strided(size=(n, 3), stride=(3, 1))):
+        assert use(x).shape == Stub("u", use).run((x,), {}, origin).shape == (5, 3)
+    with pytest.raises(AbsentError, match="tower on stage 1"):
+        torch.ones(3)[x[:, 0] > 0]
+
+
 def test_forms_by_rule_are_those_of_real_tensors():
     def both(function, *args, **kwargs):
         real = function(*args, **kwargs)

@@ -8,7 +8,7 @@ can't come to be: there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,10 @@ def _on_meta(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
     origin = _origin(args, kwargs)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        hollowed = tuple(hollow(a) for a in args)
-        named = {k: _META if k == "device" and v is not None else hollow(v) for k, v in kwargs.items()}
+        masks = name == "__getitem__"
+        hollowed = tuple(known_beside(a, hollow, masks) if i else hollow(a) for i, a in enumerate(args))
+        device = _META if kwargs.get("device") is not None else None
+        named = {k: device if k == "device" else known_beside(v, hollow, masks) for k, v in kwargs.items()}
         if name in ("cpu", "cuda", "pin_memory"):
             return hollowed[0]
         try:
@@ -183,6 +185,18 @@ def _on_meta(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
         return _wrapped(result, origin)
 
 
+def known_beside(value: Any, hollow: Callable[[Any], Any], masks: bool) -> Any:
+    """An argument beside a tensor without values, of which shapes may follow: numbers in tensors stay what
+    they are, where this rank knows them, and (masks) so do masks that pick rows. Else `hollow(value)`."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(known_beside(part, hollow, masks) for part in value)
+    if isinstance(value, Tensor) and not is_missing(value):
+        if (masks and value.dtype in MASKS) or not (value.dim() or value.is_floating_point()):
+            return value.cpu()
+    return hollow(value)
+
+
+MASKS = (torch.bool, torch.uint8)
 _META = torch.device("meta")
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..assumed import picked_rows
 from ..errors import AbsentError, AutotpError
-from ..nested import map_parts, map_tensors
-from .absent import MOVES, Absent, Origin, absent, is_device, on_meta
+from ..nested import map_parts, map_tensors, tensors_in
+from .absent import MASKS, MOVES, Absent, Origin, absent, is_device, known_beside, on_meta
 
 
 class Hollow(TorchFunctionMode):
@@ -26,37 +28,62 @@ class Hollow(TorchFunctionMode):
     does not know (a static cache's length is moved to the device of the keys): code outside reads them.
     forms: what is known of operations' results, kept from run to run: shape functions of the meta device are
     Python and take longer than a small layer's products on real tensors.
+
+    Rows that a mask without values picks: there are none (a loop over the experts that were hit does not
+    run). unsure: the tensors made of them, whose sizes are not those of the unit on its own stage.
     """
 
     def __init__(self, forms: Forms) -> None:
         super().__init__()
         self.forms = forms
+        self.unsure: WeakIdKeyDictionary | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        name, given = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            name = getattr(func, "__name__", "")
-            if name == "__get__":
-                return func(*args)
-            if name in MOVES and isinstance(args[0], Tensor) and args[0].is_meta:
-                if name in ("cpu", "cuda", "pin_memory"):
-                    return args[0]
-                args = [_to_meta(a) for a in args]
-                given = {k: _to_meta(v) for k, v in given.items()}
-            known = self.forms.known(func, args, given)
-            if known is not None:
-                return known
-            meta, real = _kinds((*args, *given.values()))
-            if not real:
-                return self.forms.found(func, args, given)
-            if meta:
-                return _converted(func, name, args, given)
-            if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
-                if any(_is_meta_device(a) for a in (*args[1:], *given.values())):
-                    return args[0]
-            return func(*args, **given)
+            if name in _PICKING and _picks(name, args):
+                self.unsure = self.unsure or WeakIdKeyDictionary()
+                count = len(args[1]) if name == "__getitem__" and isinstance(args[1], tuple) else 1
+                rows = picked_rows(func, args, given, [0] * count)
+                return self._note(map_tensors(rows, _as_meta), ())
+            result = self._run(func, name, args, given)
+            if self.unsure:
+                operands = list(_tensors((*args, *given.values())))
+                if any(x in self.unsure for x in operands):
+                    if name == "__iter__":
+                        return iter(self._note(list(result), operands))
+                    self._note(result, operands)
+            return result
+
+    def _note(self, result: Any, operands: Sequence[Tensor]) -> Any:
+        """The sizes of the new tensors in `result` hang on values. One changed in place keeps its own."""
+        for tensor in _tensors((result,)):
+            if not any(tensor is x for x in operands):
+                self.unsure[tensor] = True  # type: ignore[index]
+        return result
+
+    def _run(self, func: Any, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        if name == "__get__":
+            return func(*args)
+        if name in MOVES and isinstance(args[0], Tensor) and args[0].is_meta:
+            if name in ("cpu", "cuda", "pin_memory"):
+                return args[0]
+            args = [_to_meta(a) for a in args]
+            given = {k: _to_meta(v) for k, v in given.items()}
+        known = self.forms.known(func, args, given)
+        if known is not None:
+            return known
+        meta, real = _kinds((*args, *given.values()))
+        if not real:
+            return self.forms.found(func, args, given)
+        if meta:
+            return _converted(func, name, args, given)
+        if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
+            if any(_is_meta_device(a) for a in (*args[1:], *given.values())):
+                return args[0]
+        return func(*args, **given)
 
 
 class Forms:
@@ -112,6 +139,23 @@ class Forms:
             self._known.clear()
         self._known[key] = result.shape, result.stride(), result.dtype
         return result
+
+
+_PICKING = frozenset(("__getitem__", "nonzero", "argwhere", "masked_select", "where"))
+
+
+def _picks(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call picks rows by a mask whose values are not here."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(i, Tensor) and i.is_meta and i.dtype in MASKS for i in index)
+    if name == "where" and len(args) > 1:
+        return False
+    return any(isinstance(x, Tensor) and x.is_meta for x in args[-1:])
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else on_meta(tensor)
 
 
 def _joined(tensors: Any, dim: Any = 0, **other: Any) -> Tensor | None:
@@ -227,7 +271,9 @@ def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
             return meta
         return map_parts(value, hollow) if isinstance(value, (list, tuple)) else value
 
-    result = func(*map(hollow, args), **{k: hollow(v) for k, v in kwargs.items()})
+    masks = name == "__getitem__"
+    hollowed = [known_beside(a, hollow, masks) if i else hollow(a) for i, a in enumerate(args)]
+    result = func(*hollowed, **{k: known_beside(v, hollow, masks) for k, v in kwargs.items()})
     if any(meta._version != version for meta, version in made):
         raise AbsentError(f"{name} would write a missing value into a tensor whose values this rank has")
     return result
@@ -277,7 +323,7 @@ class Stub:
 
         args, kwargs = tuple(map(see, args)), {name: see(value) for name, value in kwargs.items()}
         try:
-            with torch.no_grad(), Hollow(self.forms):
+            with torch.no_grad(), Hollow(self.forms) as mode:
                 result = self.forward(*args, **kwargs)
         except AutotpError:
             raise
@@ -289,6 +335,15 @@ class Stub:
                 f"since it looks at values: {error}. Cut the model so that fewer ranks need them, or use "
                 "another implementation of this module (for experts: one without loops over them)."
             ).at(self.path) from error
+        if mode.unsure is not None:
+            # What outlives the forward is in its output, or in a state that it keeps.
+            empty = [t for _, t in tensors_in(result) if not t.numel() and id(t) not in arguments]
+            if empty or len(mode.unsure):
+                raise AbsentError(
+                    f"{self.path} runs on stage {origin.stage}; the shapes of what it gives or keeps can't "
+                    "be found here: they hang on how many rows a mask picks. Cut the model so that fewer "
+                    "ranks need them (`stages=`), or keep all rows and mask them."
+                ).at(self.path)
         if any(seen._version != version for seen, version in changed):
             raise AbsentError(
                 f"{self.path} runs on stage {origin.stage} and changes an argument in place: here it would "

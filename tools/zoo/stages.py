@@ -115,7 +115,8 @@ def _at(
     limit = TOLERANCE.get(getattr(torch, plan.precision), 1e-5)
     wrong = [f"rank {r}, {said}" for r, got in enumerate(ranks) for said in differences(got, want, limit)]
     outcome = {"outcome": "wrong", "why": "; ".join(wrong)[:500]} if wrong else {"outcome": "ok"}
-    return {**outcome, "starts": list(plan.stages.starts), "seconds": since(began)}
+    shared = {"sharded": round(plan.sharded_fraction, 4)} if tp > 1 else {}
+    return {**outcome, **shared, "starts": list(plan.stages.starts), "seconds": since(began)}
 
 
 def _split(model: nn.Module, plan: Plan, comm: Comm, tp: int, pp: int) -> nn.Module:
