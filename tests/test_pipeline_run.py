@@ -259,6 +259,8 @@ def test_masks_and_numbers_that_are_known_say_shapes_of_what_is_absent():
     assert x.view(n, 3).shape == (5, 3)
     for use in (lambda x: x.view(n, torch.tensor(3)), lambda x: x.as_strided(size=(n, 3), stride=(3, 1))):
         assert use(x).shape == Stub("u", use).run((x,), {}, origin).shape == (5, 3)
+    every = Stub("u", lambda x, mask: x[:2] if mask.to(x.device).all() else x).run((x, mask), {}, origin)
+    assert every.shape == (3, 5)
     with pytest.raises(AbsentError, match="tower on stage 1"):
         torch.ones(3)[x[:, 0] > 0]
 

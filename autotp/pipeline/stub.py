@@ -24,8 +24,9 @@ from .absent import MASKS, MOVES, Absent, Origin, absent, is_device, known_besid
 class Hollow(TorchFunctionMode):
     """Operations inside of a stub: what meets a meta tensor becomes one.
 
-    Small integers that the rank knows stay real, even where the model moves them to the device of what it
-    does not know (a static cache's length is moved to the device of the keys): code outside reads them.
+    Integers and masks that the rank knows stay real, even where the model moves them to the device of what it
+    does not know (a static cache's length is moved to the device of the keys): code here or outside reads
+    them.
     forms: what is known of operations' results, kept from run to run: shape functions of the meta device are
     Python and take longer than a small layer's products on real tensors.
 
@@ -80,7 +81,7 @@ class Hollow(TorchFunctionMode):
             return self.forms.found(func, args, given)
         if meta:
             return _converted(func, name, args, given)
-        if name == "to" and args[0].numel() == 1 and not args[0].is_floating_point():
+        if name == "to" and not args[0].is_floating_point():
             if any(_is_meta_device(a) for a in (*args[1:], *given.values())):
                 return args[0]
         return func(*args, **given)

@@ -119,6 +119,7 @@ def sweep(todo: list[tuple[str, str, str]], jobs: int, limit: float, console: Co
     # The libraries are loaded once; a fork has them at once. Nothing in this process may have threads.
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    tiny.build("BertForMaskedLM", "bert", "anew", torch.float32)  # what is imported late, for all forks
     fork = multiprocessing.get_context("fork")
     running: list[Running] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
