@@ -14,12 +14,14 @@ from .data_parallel import keep_copies_alike
 from .degrees import Degree, chosen
 from .errors import AutotpError, CaptureError, PlanError
 from .generation import refuse_resize, synchronise_generation, synchronise_rng
+from .kept_plans import folder, keep, recall
 from .mesh import Mesh, attach
 from .pipeline.absent import QuietComm
 from .pipeline.channel import channel
 from .pipeline.install import install
 from .pipeline.units import find_units
 from .plan import Plan
+from .plan_key import plan_key
 from .planner import plan_and_analysis
 from .rewrite import rewrite
 from .rules import OwnRules
@@ -123,18 +125,20 @@ def split_model(
     outcome: str | BaseException
     decided = None
     try:
-        decided, found = plan_and_analysis(
-            model,
-            ranks.size,
-            policy,
-            ep=ep,
-            pp=count,
-            stages=cuts,
-            example_inputs=example_inputs,
-            rules=rules,
-        )
-        blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
-        del found
+        # With zero, the blocks are wanted too; what a caller gives may be anything: no key is made of it.
+        plain = not zero and policy is None and example_inputs is None and rules is None
+        asked = {"tp": ranks.size, "ep": ep, "pp": count, "stages": cuts}
+        key = plan_key(model, **asked) if plain and folder() is not None else None
+        decided = recall(key)
+        blocks = []
+        if decided is None:
+            given: dict[str, Any] = {"example_inputs": example_inputs, "rules": rules}
+            decided, found = plan_and_analysis(
+                model, ranks.size, policy, ep=ep, pp=count, stages=cuts, **given
+            )
+            blocks = [unit.path for unit in find_units(found.captured)[0]] if zero else []
+            del found
+            keep(key, decided)
         if ranks.size > 1 and not any(p.layout for p in decided.params.values()):
             raise PlanError(_nothing_split(decided))
         if ranks.size > 1 and (mesh.world.rank == 0 or strict):
@@ -202,8 +206,9 @@ def _stage_count(pp: int, stages: Sequence[str] | int | None) -> tuple[int, Sequ
     count = stages if isinstance(stages, int) else pp if isinstance(stages, str) else len(stages) + 1
     if count % pp or count < pp:
         given = f"{count} stages" if isinstance(stages, int) else f"the {count - 1} cuts in stages"
-        raise PlanError(f"pp={pp} with {given}: every rank takes the same number of stages; state {pp - 1} "
-                        "cuts.")
+        raise PlanError(
+            f"pp={pp} with {given}: every rank takes the same number of stages; state {pp - 1} cuts."
+        )
     return count, None if isinstance(stages, int) else stages
 
 

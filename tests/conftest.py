@@ -6,6 +6,7 @@ import pytest
 import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["AUTOTP_PLANS"] = ""  # every test plans for itself
 torch.set_num_threads(1)
 
 
