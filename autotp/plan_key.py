@@ -16,9 +16,10 @@ import hashlib
 import inspect
 import marshal
 import os
+import pickle
 import platform
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,16 +101,15 @@ class _Digest:
             raise _NoKeyError
         if isinstance(value, Tensor):
             self.tensor(value)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             self.put(f"{type(value).__name__} of {len(value)}")
             for part in value:
                 self.value(part)
         elif isinstance(value, (set, frozenset)):
             self.put(f"{type(value).__name__} {sorted(map(_without_address, value))}")
         elif isinstance(value, (dict, MappingProxyType)):
-            entries = list(
-                dict.items(value) if isinstance(value, dict) else value.items()
-            )  # as they lie there
+            # As they lie there: a dict of another class may fetch what it is asked for.
+            entries = list(dict.items(value) if isinstance(value, dict) else value.items())
             self.put(f"{type(value).__name__} of {len(entries)}")
             for key, part in entries:
                 self.value(key)
@@ -135,14 +135,27 @@ class _Digest:
         """Anything else: its class, and what it holds."""
         kind = type(value)
         self.named(kind)
+        slots = [
+            n for base in kind.__mro__ for n in _names(vars(base).get("__slots__", ())) if hasattr(value, n)
+        ]
         if isinstance(value, enum.Enum):
             self.put(value.name)
-        elif not _ours(kind.__module__) and not isinstance(value, nn.Module):
-            self.put(_without_address(value))  # torch.dtype, torch.device, a lock, a logger
-        elif hasattr(value, "__dict__"):
+        elif _package(kind.__module__) == "logging":
+            return
+        elif hasattr(value, "__dict__") or slots:
             if isinstance(value, nn.Module) and _ours(kind.__module__):
                 self._own.add(kind.__module__)
-            self.value(dict(vars(value)))
+            self.value(dict(getattr(value, "__dict__", {})))
+            for name in slots:
+                self.put(name)
+                self.value(getattr(value, name))
+        elif not _ours(kind.__module__):
+            self.put(_without_address(value))  # torch.dtype, torch.device, a lock
+        else:  # of a compiled extension, an array of NumPy's, say
+            try:
+                self.sha.update(pickle.dumps(value))
+            except Exception as error:  # whatever its class raises
+                raise _NoKeyError from error
 
     def named(self, kind: type) -> None:
         self.put(f"class {kind.__module__}.{kind.__qualname__}")
@@ -295,6 +308,11 @@ def _functions_in(held: Any) -> Iterator[Any]:
     return (
         entry for entry in list(entries) if isinstance(entry, (FunctionType, MethodType, functools.partial))
     )
+
+
+def _names(slots: Any) -> Iterator[str]:
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return (name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _package(name: str) -> str:

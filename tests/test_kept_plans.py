@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,35 @@ def test_a_closure_s_values_are_told_apart() -> None:
         return model
 
     assert digest(with_factor([5])) == digest(with_factor([5])) != digest(with_factor([6]))
+
+
+class Slotted:
+    __slots__ = ("heads",)
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: SimpleNamespace(heads=n, act=F.gelu),
+        lambda n: deque([n, object]),
+        lambda n: Slotted(n),
+        lambda n: np.array([n] * 5000 + [1]),
+        lambda n: {"of": [{"heads": n}]},
+        lambda n: nn.ParameterList([torch.zeros(n)]),
+        lambda n: slice(0, n),
+    ],
+    ids=["namespace", "deque", "slots", "array", "nested", "parameters", "slice"],
+)
+def test_what_an_attribute_holds_is_told_apart(make: Any) -> None:
+    def with_attribute(n: int) -> nn.Module:
+        model = Block()
+        model.held = make(n)
+        return model
+
+    assert digest(with_attribute(4)) == digest(with_attribute(4)) != digest(with_attribute(8))
 
 
 def test_what_is_asked_changes_the_key() -> None:

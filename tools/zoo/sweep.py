@@ -118,6 +118,7 @@ def sweep(todo: list[tuple[str, str, str]], jobs: int, limit: float, console: Co
     """Run (task, class, model type) one after another, `jobs` at a time."""
     # The libraries are loaded once; a fork has them at once. Nothing in this process may have threads.
     torch.set_num_threads(1)
+    os.environ["AUTOTP_PLANS"] = ""  # every model is planned by the engine as it is
     transformers.logging.set_verbosity_error()
     tiny.build("BertForMaskedLM", "bert", "anew", torch.float32)  # what is imported late, for all forks
     fork = multiprocessing.get_context("fork")
