@@ -21,6 +21,7 @@ from .alone import split_alone_in
 from .axes import Axis, leaves
 from .capture import CapturedGraph, record, undisturbed
 from .choose import Choice, choose
+from .coded import adopted
 from .data_ways import everywhere
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .experts import Experts, exchanges, find_experts, set_apart
@@ -243,6 +244,7 @@ def plan_and_analysis(
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"{given} was given; give the model itself, an instance of torch.nn.Module.")
+    model = adopted(model)
     quiet = hollow(model).eval()  # dropout and layer drop would make the graph a matter of chance
     inputs = unasked(quiet, given_inputs(quiet, example_inputs))
     # What trains may change, and inputs may come with gradients: the plan is right for all of it.

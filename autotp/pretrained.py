@@ -19,11 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, same_values, shortened
+from .coded import adopt
+from .coded_formats import undistributed
 from .errors import CheckpointError, ModelSourceError
 from .lazy import LazyTensor, base, sources
 from .model_source import _class_of, quiet
 from .quantised import is_packed
 from .recapture import hollow
+
+CUTTABLE = ("torchao", "compressed-tensors")  # whose weights' parts can be tried (`quantised.py`)
 
 # transformers patches torch and its own classes while it builds and initialises; simulated ranks share them.
 _PATCHING = threading.RLock()
@@ -64,7 +68,7 @@ def build_unloaded(
         except Exception as error:  # transformers raises what it likes on a config
             raise ModelSourceError(f"{path}: transformers can't read its config: {error}") from error
         quantisation = getattr(config, "quantization_config", None)
-        if quantisation is not None and _method(quantisation) != "torchao":
+        if quantisation is not None and _method(quantisation) not in CUTTABLE:
             raise CheckpointError(_quantised(path, quantisation))
         cls: Any = _class_of(transformers, config, path / "config.json")
         wanted = dtype or getattr(config, "dtype", None) or floating or torch.float32
@@ -108,7 +112,8 @@ def _quantised(path: Path, how: Any) -> str:
     return (
         f"{path} is quantised ({_method(how)}): its weights are packed with scales, "
         "and autotp can't prove how to cut those. Load the unquantised checkpoint, or one quantised by "
-        "torchao, or dequantise it first (from_pretrained, model.dequantize(), save_pretrained)."
+        f"{' or '.join(CUTTABLE)}, or dequantise it first (from_pretrained, model.dequantize(), "
+        "save_pretrained)."
     )
 
 
@@ -125,7 +130,8 @@ def _quantizer(model: Any, checkpoint: Checkpoint) -> Any:
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path} is quantised ({_method(how)}): {error}") from error
     quantizer.metadata = checkpoint.metadata
-    quantizer._process_model_before_weight_loading(model)
+    with undistributed():
+        quantizer._process_model_before_weight_loading(model)
     return quantizer
 
 
@@ -205,15 +211,23 @@ def _converted(model: Any, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], s
             hf_quantizer=quantizer,
         )
         info, _ = convert_and_load_state_dict_in_model(twin, dict(checkpoint.tensors), how)
-        model._weight_conversions = twin._weight_conversions  # saving goes the same way back
+        # Saving goes the same way back; what a quantiser made tensors of is taken apart otherwise.
+        readers = quantizer.get_weight_conversions() if quantizer is not None else []
+        read_by = {type(op) for reader in readers for op in reader.operations}
+        model._weight_conversions = [
+            conversion
+            for conversion in twin._weight_conversions
+            if not any(type(op) in read_by for op in getattr(conversion, "operations", ()))
+        ]
         if quantizer is not None:
-            model.hf_quantizer = quantizer
+            model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
         shapes = [_other_shape(*entry) for entry in info.mismatched_keys]
         errors = [
             f"conversion: {name}: {text.strip().splitlines()[-1]}"
             for name, text in info.conversion_errors.items()
         ]
         model._adjust_missing_and_unexpected_keys(info)
+        adopt(twin)
         found = {
             name: tensor
             for name, tensor in twin.state_dict(keep_vars=True).items()

@@ -1,10 +1,11 @@
 """Quantised weights: what of them can be cut, and what is refused.
 
 A weight may be a tensor subclass that holds ints and scales and says so by torch's own protocol
-(`__tensor_flatten__`: torchao's do). It is cut by its own slicing. No format is known here: whether parts cut
-so give the product of the whole is tried for every shape, on random numbers in the weight's own form. A cut
-inside of a group of scales, a packing that pairs what is cut apart, activations that are quantised by the row
-all show there. Quantised weights of any other form are refused: nothing says how their parts belong together.
+(`__tensor_flatten__`: torchao's do, and `coded.py` makes such of what others keep). It is cut by its own
+slicing. No format is known here: whether parts cut so give the product of the whole is tried for every shape,
+on random numbers in the weight's own form. A cut inside of a group of scales, a packing that pairs what is
+cut apart, activations that are quantised by the row all show there. Quantised weights of any other form are
+refused: nothing says how their parts belong together.
 """
 
 from __future__ import annotations
@@ -287,5 +288,5 @@ def _refuse_others(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
             raise PlanError(
                 f"{where} is quantised ({how}{tensor.dtype} {list(tensor.shape)}, in a {kind} of {package}): "
                 "nothing says which scales belong to which part, so it can't be cut. Load the model "
-                "unquantised (or dequantised: model.dequantize()), or quantised by torchao, whose can."
+                "unquantised (or dequantised: model.dequantize()), or as torchao or compressed-tensors do it."
             )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import collectives, layers
+from .coded import adopt
 from .comm import Comm
 from .errors import AutotpError, PlanError
 from .generation import ParallelDropout, RegionRng, has_dropout
@@ -37,6 +38,7 @@ def rewrite(model: nn.Module, plan: Plan, comm: Comm) -> None:
     hollow copy."""
     if comm.size != plan.tp:
         raise PlanError(f"the plan is for {plan.tp} ranks, there are {comm.size}")
+    adopt(model)
     state = ShardState.prepare(model, plan, comm)
     trials = [
         layers.Trial.of(layer.module, model.get_submodule(layer.module), layer.options, comm)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .coded import CodedWeight
 from .comm import Comm, ProcessComm, ShapeComm, agree
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
@@ -28,13 +29,11 @@ from .lazy import LazyTensor, lazy, read_in_blocks
 from .pipeline.absent import Absent
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
-from .quantised import refuse_packed
+from .quantised import is_packed
+from .save_quantised import taken_apart, whole_packed
 from .state import Held, whole_of_copies
 from .tensorfiles import FileWriter, Region, in_file_order, whole_region
 
-UNCHANGED = (
-    "They do not change: keep the checkpoint they came from; autotp.full_state_dict gives the whole tensors."
-)
 PATIENCE = 60.0  # seconds a rank waits for the others to call save too
 
 
@@ -57,7 +56,6 @@ def save(
     Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
     Raises CheckpointError where a tensor can't be stored (a quantised one, say), and RankError where rank 0
     could not write."""
-    refuse_packed(model, "autotp.save", UNCHANGED)
     comm, held = split_of(model)
     world = everyone(model)
     meet(world, "autotp.save", patience)
@@ -92,10 +90,11 @@ def _write_all(
     with torch.no_grad(), as_whole(model):
         if writes:
             failed = _attempt(lambda: _write_configs(model, target, variant))
-        entries = _entries(model, comm, held, save_original_format)
+        entries, metadata = _entries(model, comm, held, save_original_format)
         files = split_into_files(entries, max_shard_size, variant)
         for file, names in files.names.items():
-            told = _write_file(target / file, {n: entries[n] for n in names}, writes and failed is None)
+            mine = {n: entries[n] for n in names}
+            told = _write_file(target / file, mine, metadata, writes and failed is None)
             failed = failed or told
         if writes and failed is None and len(files.names) > 1:
             failed = _attempt(lambda: _write_index(model, target, files, held, variant))
@@ -122,7 +121,6 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         taken = {
             k: kwargs.pop(k) for k in ("max_shard_size", "variant", "save_original_format") if k in kwargs
         }
-        refuse_packed(self, "save_pretrained of a model split over ranks", UNCHANGED)
         if state_dict is not None:  # whole tensors, from `full_state_dict`
             _refuse_parts(self, state_dict)
             return original(self, save_directory, is_main_process, state_dict, **taken, **kwargs)
@@ -142,6 +140,9 @@ def _refuse_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
     _, held = split_of(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         layout = held[id(tensor)].layout if id(tensor) in held else None
+        if is_packed(tensor):
+            told = "of quantised weights transformers stores this rank's part: leave state_dict out."
+            raise CheckpointError(f"{name}: {told} Call save_pretrained on every rank.")
         if layout is not None and name in state and tuple(state[name].shape) != tuple(layout.shape):
             raise CheckpointError(
                 f"state_dict holds only this rank's part of {name}. Leave it out, and call save_pretrained "
@@ -302,32 +303,41 @@ def as_whole(model: nn.Module) -> Iterator[None]:
 
 def _entries(
     model: nn.Module, comm: Comm, held: Mapping[int, Held], original_format: bool
-) -> dict[str, LazyTensor]:
-    """What the files hold, as lazy tensors that gather: the same, in the same order, on every rank."""
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """What the files hold, as lazy tensors that gather: the same, in the same order, on every rank; and what
+    they say of themselves."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    entries = {}
-    stand_ins: dict[int, Tensor] = {}  # for what other stages hold: tied as it is, of one element's memory
-    for tensor in state.values():
-        if isinstance(tensor, Absent) and id(tensor) not in stand_ins:
-            stand_ins[id(tensor)] = torch.empty((), dtype=tensor.dtype).expand(tuple(tensor.shape))
-    for name in saved_names(model, {n: stand_ins.get(id(t), t) for n, t in state.items()}):
-        how = held.get(id(state[name]))
-        shape = state[name].shape if how is None or how.layout is None else how.layout.shape
-        gathered = Gathered(state[name], how, comm, *_stages(model, name))
-        entries[name] = lazy(tuple(shape), state[name].dtype, gathered)
-    return saved_entries(model, entries) if original_format else entries
+    # For what other stages hold: tied as it is, of one element's memory.
+    absent = {id(t): t for t in state.values() if isinstance(t, Absent)}
+    stand_ins = {key: torch.empty((), dtype=t.dtype).expand(tuple(t.shape)) for key, t in absent.items()}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        how = held.get(id(tensor), Held(None))
+        gathered: Any = functools.partial(Gathered, comm=comm, **_stages(model, name))
+        if is_packed(tensor) or how.whole is not None:
+            whole[name] = whole_packed(tensor, how, gathered)
+        else:
+            shape = tensor.shape if how.layout is None else how.layout.shape
+            whole[name] = lazy(tuple(shape), tensor.dtype, gathered(tensor, how))
+    apart, metadata = taken_apart(model, whole)
+    local = {n: stand_ins.get(id(state[n]), state[n]) if whole.get(n) is t else torch.empty(1).expand(t.shape)
+             for n, t in apart.items()}  # fmt: skip
+    entries = {name: apart[name] for name in saved_names(model, local)}
+    return saved_entries(model, entries) if original_format else entries, {**metadata, "format": "pt"}
 
 
-def _stages(model: nn.Module, name: str) -> tuple[Comm | None, int]:
-    """The ranks of all stages and the first that holds `name`; None where all hold it."""
+def _stages(model: nn.Module, name: str) -> dict[str, Any]:
+    """The ranks of all stages and the first that holds `name`, where some lack it."""
     split: Any = getattr(model, "autotp", None)
-    if split is None or split.pipeline is None:
-        return None, 0
-    holders = split.pipeline.holders(name)
-    return (split.mesh.pp, holders[0]) if len(holders) < split.pipeline.size else (None, 0)
+    holders = split.pipeline.holders(name) if split is not None and split.pipeline is not None else []
+    if not holders or len(holders) == split.pipeline.size:
+        return {}
+    return {"stages": split.mesh.pp, "stage": holders[0]}
 
 
-def _write_file(path: Path, entries: Mapping[str, LazyTensor], writes: bool) -> Exception | None:
+def _write_file(
+    path: Path, entries: Mapping[str, LazyTensor], metadata: Mapping[str, str], writes: bool
+) -> Exception | None:
     """Gather and write. What goes wrong on the rank that writes is kept until all ranks are through: they
     gather together."""
     failed: Exception | None = None
@@ -335,7 +345,7 @@ def _write_file(path: Path, entries: Mapping[str, LazyTensor], writes: bool) -> 
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in entries.items()}
     if writes:
         try:
-            writer = FileWriter(path, shapes, {"format": "pt"})
+            writer = FileWriter(path, shapes, metadata)
         except (OSError, AutotpError) as error:
             failed = error
     for name in in_file_order({n: dtype for n, (dtype, _) in shapes.items()}):
@@ -355,7 +365,12 @@ def _write_configs(model: Any, target: Path, variant: str | None) -> None:
     target.mkdir(parents=True, exist_ok=True)
     original = getattr(type(model), "save_pretrained", None)
     if original is not None:
-        original(model, target, state_dict={}, variant=variant)
+        quantizer = vars(model).pop("hf_quantizer", None)  # it would have tensors of its own written
+        try:
+            original(model, target, state_dict={}, variant=variant)
+        finally:
+            if quantizer is not None:
+                model.hf_quantizer = quantizer
 
 
 def _write_index(
@@ -364,7 +379,11 @@ def _write_index(
     parameters = 0
     for p in {id(p): p for p in model.parameters()}.values():
         layout = held[id(p)].layout if id(p) in held else None
-        parameters += torch.Size(p.shape if layout is None else layout.shape).numel()
+        whole = held[id(p)].whole if id(p) in held else p
+        if isinstance(whole, CodedWeight):  # stored as several
+            parameters += sum(part.numel() for part in whole.parts.values())
+        else:
+            parameters += torch.Size(p.shape if layout is None else layout.shape).numel()
     index = {
         "metadata": {"total_parameters": parameters, "total_size": files.size},
         "weight_map": {name: file for file, names in files.names.items() for name in names},

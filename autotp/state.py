@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .coded import CodedWeight, as_stored
 from .comm import Comm
 from .errors import ShardStateError
 from .gradients import global_norms, marked, plain, spread_of, watch
@@ -19,7 +20,7 @@ from .late import Watchman
 from .layers.attention import turn_off_fast_path
 from .layouts import ParamLayout, put, take
 from .pipeline.absent import Absent, is_missing
-from .quantised import gather_packed, is_packed, outline, take_packed
+from .quantised import components, gather_packed, is_packed, outline, rebuilt, take_packed
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -70,8 +71,8 @@ class ShardState:
             if shape != tuple(p.shape):
                 raise ShardStateError(f"the plan knows {name} as {tuple(p.shape)}, this model's is {shape}; "
                                       "plan the model that is to be parallelized.")
-            if p.layout is not None or p.once or p.gradient in ("summed", "slots"):
-                packed = p.layout is not None and is_packed(param)
+            packed = is_packed(param)
+            if p.layout is not None or p.once or p.gradient in ("summed", "slots") or packed:
                 held[name] = Held(p.layout, p.gradient, p.once, outline(param) if packed else None)
         return cls(comm, held, plan)
 
@@ -124,6 +125,8 @@ class _SliceLoaded:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
                  strict: bool, missing: list[str], unexpected: list[str], errors: list[str]) -> None:
         for own, held in self.held.items():
+            if isinstance(held.whole, CodedWeight):
+                held.whole.put_together(state_dict, prefix, own)
             tensor = state_dict.get(prefix + own)
             if not isinstance(tensor, Tensor):
                 continue
@@ -218,7 +221,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 continue
             if id(tensor) not in done:
                 done[id(tensor)] = _from_stages(model, name, tensor, held.get(id(tensor)))
-            full[name] = done[id(tensor)]
+            full |= as_stored(name, done[id(tensor)])
         return full
 
 
@@ -259,10 +262,17 @@ def _from_stages(model: nn.Module, name: str, tensor: Tensor, here: tuple[Comm, 
     if len(holders) == state.pipeline.size:
         assert full is not None
         return full
+    pp, lies = state.mesh.pp, state.pipeline.lies()
+    outlined = here[1].whole if here is not None else None
+    if outlined is not None:                     # quantised: what it is made of, one after another
+        parts = {} if full is None else components(full)
+        names = {id(part): inner for inner, part in components(outlined).items()}
+        return rebuilt(outlined, lambda part: pp.broadcast(
+            parts.get(names[id(part)], torch.empty(part.shape, dtype=part.dtype, device=lies)), holders[0]))
     if full is None:
         shape = tensor.shape if here is None or here[1].layout is None else here[1].layout.shape
-        full = torch.empty(tuple(shape), dtype=tensor.dtype, device=state.pipeline.lies())
-    return state.mesh.pp.broadcast(full, holders[0])
+        full = torch.empty(tuple(shape), dtype=tensor.dtype, device=lies)
+    return pp.broadcast(full, holders[0])
 
 
 def _held_by(module: nn.Module) -> Iterator[tuple[Comm, Mapping[str, Held]]]:

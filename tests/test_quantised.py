@@ -142,8 +142,10 @@ def test_load(ao: Any, name: str, tmp_path: Path) -> None:
 
     def one(comm: Comm) -> Any:
         model: Any = autotp.load(tmp_path / "q", comm=comm, progress=False)
-        with pytest.raises(CheckpointError, match="autotp.save can't handle quantised weights"):
-            autotp.save(model, tmp_path / "out")
+        for limit in ("50GB", "100KB"):
+            autotp.save(model, tmp_path / f"saved-{limit}", max_shard_size=limit)
+        with pytest.raises(CheckpointError, match="quantised weights .* leave state_dict out"):
+            model.save_pretrained(tmp_path / "out", state_dict=autotp.full_state_dict(model))
         with pytest.raises(CheckpointError, match="training checkpoints can't handle quantised"):
             autotp.save_training(tmp_path / "out", model)
         with torch.no_grad():
@@ -156,16 +158,36 @@ def test_load(ao: Any, name: str, tmp_path: Path) -> None:
             mine, theirs = bits(full[key]), bits(value)
             assert all(torch.equal(mine[k], theirs[k]) for k in theirs), key
 
+    quantised.save_pretrained(tmp_path / "whole-50GB")
+    quantised.save_pretrained(tmp_path / "whole-100KB", max_shard_size="100KB")
+    for limit in ("50GB", "100KB"):
+        assert stored(tmp_path / f"saved-{limit}") == stored(tmp_path / f"whole-{limit}")
+
     def staged(comm: Comm) -> torch.Tensor:
         model: Any = autotp.load(tmp_path / "q", comm=Mesh.split(comm, tp=1, pp=2), progress=False)
+        autotp.save(model, tmp_path / "staged")
         with torch.no_grad():
             return model(**inputs).logits
 
     assert all(torch.equal(logits, want) for logits in simulate(2, staged))
+    assert stored(tmp_path / "staged") == stored(tmp_path / "whole-50GB")
     with pytest.raises(CheckpointError, match="autotp shard can't handle quantised weights"):
         from autotp.presharded import write_shards
 
         write_shards(tmp_path / "q", tmp_path / "shards", 2)
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """What a directory holds: files' bytes; of tensors' the header, whose metadata come in any order."""
+    found: dict[str, Any] = {}
+    for file in path.iterdir():
+        data = file.read_bytes()
+        if file.suffix == ".safetensors":
+            length = int.from_bytes(data[:8], "little")
+            found[file.name] = json.loads(data[8 : 8 + length]), data[8 + length :]
+        else:
+            found[file.name] = data
+    return found
 
 
 class Int8Linear(nn.Module):
@@ -196,7 +218,7 @@ def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
     whole, _ = llama()
     whole.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    config["quantization_config"] = {"quant_method": "quark"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"quantised \(compressed-tensors\).*dequantise it first"):
+    with pytest.raises(CheckpointError, match=r"quantised \(quark\).*dequantise it first"):
         autotp.load(tmp_path, 1)
