@@ -46,11 +46,12 @@ class CodedWeight(Tensor):
 
     def put_together(self, state: dict[str, Any], prefix: str, own: str) -> None:
         """In a state dict that has what such a weight is made of, put the weight under its `own` name."""
-        named = {name: state.get(prefix + name) for name in self.names}
+        named: dict[str, Any] = {name: state.get(prefix + name) for name in self.names}
         if all(isinstance(part, Tensor) and not isinstance(part, CodedWeight) for part in named.values()):
+            named = {name: part.reshape(self.parts[name].shape) for name, part in named.items()}
             for name in named:
                 del state[prefix + name]
-            state[prefix + own] = CodedWeight(named, self.coding, tuple(self.shape), self.dtype)  # type: ignore[arg-type]
+            state[prefix + own] = CodedWeight(named, self.coding, tuple(self.shape), self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return list(self.names), {"coding": self.coding, "dtype": self.dtype}
@@ -126,7 +127,8 @@ def as_stored(name: str, tensor: Any) -> dict[str, Any]:
     if not isinstance(tensor, CodedWeight):
         return {name: tensor}
     path = name.rpartition(".")[0]
-    return {f"{path}.{part}".lstrip("."): values for part, values in tensor.parts.items()}
+    parts = tensor.coding.stored(tensor.parts)
+    return {f"{path}.{part}".lstrip("."): values for part, values in parts.items()}
 
 
 def adopt(model: nn.Module) -> bool:
@@ -142,10 +144,23 @@ def adopt(model: nn.Module) -> bool:
         parts = {name: part.detach() for name, part in told.parts.items()}
         shape = (module.out_features, module.in_features)
         weight = CodedWeight(parts, told.coding, shape, told.dtype)
+        if type(module).forward is not nn.Linear.forward:
+            _made_plain(module)
         module.weight = nn.Parameter(weight, requires_grad=False)
     if found:
         let_go(model)
     return bool(found)
+
+
+def _made_plain(module: Any) -> None:
+    """Of a package's subclass an nn.Linear: its forward is the weight's product now, and what it does to a
+    state dict before it is loaded is done as well (`put_together`)."""
+    package = type(module).__module__.split(".")[0]
+    hooks = module._load_state_dict_pre_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", hook).__module__.split(".")[0] == package:
+            del hooks[key]
+    module.__class__ = nn.Linear
 
 
 def adopted(model: nn.Module) -> nn.Module:
@@ -159,4 +174,6 @@ def adopted(model: nn.Module) -> nn.Module:
 
 
 def _found(model: nn.Module) -> dict[Any, Found]:
-    return {m: told for path, m in model.named_modules() if (told := found_in(path, m)) is not None}
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    dtype = next(floating, torch.get_default_dtype())
+    return {m: told for path, m in model.named_modules() if (told := found_in(path, m, dtype)) is not None}

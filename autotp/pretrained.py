@@ -113,7 +113,7 @@ def _quantised(path: Path, how: Any) -> str:
         f"{path} is quantised ({_method(how)}): its weights are packed with scales, "
         "and autotp can't prove how to cut those. Load the unquantised checkpoint, or one quantised by "
         f"{' or '.join(CUTTABLE)}, or dequantise it first (from_pretrained, model.dequantize(), "
-        "save_pretrained)."
+        "save_pretrained). bitsandbytes' are split by parallelize, when transformers has loaded them."
     )
 
 

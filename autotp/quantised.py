@@ -58,7 +58,8 @@ def rebuilt(tensor: Any, make: Callable[[Tensor], Tensor], dtype: torch.dtype | 
 
 def _with_dtype(context: Any, old: torch.dtype, new: torch.dtype) -> Any:
     if isinstance(context, dict):
-        return {key: new if value is old else value for key, value in context.items()}
+        changed = {key: new if value is old else value for key, value in context.items()}
+        return {k: v.computing_in(new) if hasattr(v, "computing_in") else v for k, v in changed.items()}
     if isinstance(context, (list, tuple)):
         return type(context)(new if value is old else value for value in context)
     return context

@@ -320,8 +320,8 @@ def _entries(
             shape = tensor.shape if how.layout is None else how.layout.shape
             whole[name] = lazy(tuple(shape), tensor.dtype, gathered(tensor, how))
     apart, metadata = taken_apart(model, whole)
-    local = {n: stand_ins.get(id(state[n]), state[n]) if whole.get(n) is t else torch.empty(1).expand(t.shape)
-             for n, t in apart.items()}  # fmt: skip
+    part_of = {n: torch.empty(()).expand(t.shape) for n, t in apart.items() if whole.get(n) is not t}
+    local = {n: part_of[n] if n in part_of else stand_ins.get(id(state[n]), state[n]) for n in apart}
     entries = {name: apart[name] for name in saved_names(model, local)}
     return saved_entries(model, entries) if original_format else entries, {**metadata, "format": "pt"}
 
@@ -380,7 +380,7 @@ def _write_index(
     for p in {id(p): p for p in model.parameters()}.values():
         layout = held[id(p)].layout if id(p) in held else None
         whole = held[id(p)].whole if id(p) in held else p
-        if isinstance(whole, CodedWeight):  # stored as several
+        if isinstance(whole, CodedWeight) and whole.coding.several:
             parameters += sum(part.numel() for part in whole.parts.values())
         else:
             parameters += torch.Size(p.shape if layout is None else layout.shape).numel()
