@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .advice import warn_replicated, warn_unexamined
+from .coded import adopted
 from .comm import Comm, ThreadComm, agree
 from .data_parallel import keep_copies_alike
 from .degrees import Degree, chosen
@@ -128,7 +129,7 @@ def split_model(
         # With zero, the blocks are wanted too; what a caller gives may be anything: no key is made of it.
         plain = not zero and policy is None and example_inputs is None and rules is None
         asked = {"tp": ranks.size, "ep": ep, "pp": count, "stages": cuts}
-        key = plan_key(model, **asked) if plain and folder() is not None else None
+        key = plan_key(adopted(model), **asked) if plain and folder() is not None else None
         decided = recall(key)
         blocks = []
         if decided is None:
