@@ -44,20 +44,23 @@ def save_training(
 ) -> Future[None]:
     """Write model and optimizer, to be resumed by `load_training` over any number of ranks.
 
-    directory: replaced as a whole when all of it is written; until then what was there stays. extra: what
-    else to keep (step, epoch, a scheduler's state), as JSON. wait: False copies the tensors to the CPU and
-    writes on a thread, while training goes on; the future tells when it is done, and what went wrong. One
-    save at a time.
+    directory: the same on every rank, and of its own: new, empty, or an earlier checkpoint, which is replaced
+    as a whole when all of the new one is written. extra: what else to keep (step, epoch, a scheduler's
+    state), as JSON. wait: False copies the tensors to the CPU and writes on a thread, while training goes on;
+    the future tells when it is done, and what went wrong. One save at a time.
 
-    Every rank must call it. Raises RankError when another rank does not, CheckpointError for `extra` that
-    JSON can't hold, for parameters in the optimizer that the model lacks, and when writing fails.
+    Every rank must call it. Raises RankError when another rank does not, or names another directory,
+    CheckpointError where the directory holds other files, for `extra` that JSON can't hold, for parameters in
+    the optimizer that the model lacks, and when writing fails.
     """
     _over_processes(model)
     meet(everyone(model), "autotp.save_training", PATIENCE)
     target = Path(directory).absolute()
     entries: dict[str, Entry] = {}
 
-    def collect() -> dict[str, Any]:
+    def collect() -> tuple[str, dict[str, Any]]:
+        if _leads():
+            _make_room(target)
         parts = {**model_entries(model), **optimizer_entries(model, optimizer)}
         entries.update((name, entry.to_write(copy=not wait)) for name, entry in parts.items())
         settings = settings_of(model, optimizer)
@@ -67,9 +70,16 @@ def save_training(
             raise CheckpointError(
                 f"extra and the optimizer's settings must be numbers and texts: {error}"
             ) from error
-        return settings
+        return str(target), settings
 
-    text = json.dumps({"extra": dict(extra or {}), **merged(_told(model, collect))})
+    told = _told(model, collect)
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise RankError(
+                f"autotp.save_training: rank 0 writes to {told[0][0]}, rank {rank} to {theirs}. A checkpoint "
+                "has parts of all ranks: give the same directory on every rank, one that all of them see."
+            )
+    text = json.dumps({"extra": dict(extra or {}), **merged([settings for _, settings in told])})
     if wait:
         _write(target, entries, text, None)
         done: Future[None] = Future()
@@ -157,19 +167,40 @@ def _over_processes(model: nn.Module) -> None:
         raise PlanError(what)
 
 
+def _leads() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _make_room(target: Path) -> None:
+    """Refuse to replace what is no checkpoint, and make the directory in which the new one is written."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give a directory.")
+    try:
+        held = sorted(path.name for path in target.iterdir()) if target.exists() else []
+        own = (SETTINGS, ".metadata")
+        if others := [name for name in held if name not in own and not name.endswith(".distcp")]:
+            raise CheckpointError(
+                f"{target} holds other files than a checkpoint ({', '.join(others[:3])}), and would be "
+                "replaced as a whole. Give a directory of its own, such as one inside of it."
+            )
+        shutil.rmtree(_beside(target, "part"), ignore_errors=True)
+        _beside(target, "part").mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+
+
 def _write(
     target: Path, entries: Mapping[str, Entry], settings: str, group: dist.ProcessGroup | None
 ) -> None:
     """Write beside `target`, then put it there. A checkpoint that is replaced stays until the new one is
     whole."""
-    alone = not dist.is_initialized()
-    leader = alone or dist.get_rank() == 0
-    part, old = (target.with_name(f".{target.name}.{what}") for what in ("part", "old"))
-    if leader:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True, exist_ok=True)  # torch's writer on another rank may have made it by now
+    alone, leader = not dist.is_initialized(), _leads()
+    part, old = _beside(target, "part"), _beside(target, "old")
     try:
-        # No rank writes before the leader, who is past the lines above, has made the plan for all.
         files = dcp.FileSystemWriter(part)
         dcp.save(
             dict(entries),
@@ -204,7 +235,7 @@ def _write(
 
 def _complete(directory: Path) -> Path:
     """Where the checkpoint is: in its place, or beside it, where a crash came between two renames."""
-    for place in (directory, directory.with_name(f".{directory.name}.old")):
+    for place in (directory, _beside(directory, "old")):
         if (place / SETTINGS).is_file() and (place / ".metadata").is_file():
             return place
     raise CheckpointError(f"{directory} holds no complete checkpoint of autotp.save_training.")

@@ -18,7 +18,7 @@ from torch import nn
 import autotp
 from autotp.comm import simulate
 from autotp.entries import Writer
-from autotp.errors import CheckpointError, PlanError
+from autotp.errors import CheckpointError, PlanError, RankError
 from autotp.resume import SETTINGS, load_training, save_training
 from autotp.state import full_state_dict
 from autotp.train import train_step
@@ -179,6 +179,42 @@ def test_a_crash_leaves_the_previous_checkpoint(alone: Any, monkeypatch: pytest.
     assert load_training(path, other) == {"step": 2}
     assert all(torch.equal(p, saved[n] + 1) for n, p in other.named_parameters())
     assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
+def test_only_a_checkpoint_is_replaced(alone: Any, tmp_path: Path) -> None:
+    """Neither a directory of the user's with files of other kinds, nor a file; and a full or closed disk is
+    an error that names the directory."""
+    model, optimizer, path = alone
+    (tmp_path / "runs" / "logs").mkdir(parents=True)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"runs holds other files than a checkpoint \(logs\)"):
+        save_training(tmp_path / "runs", model, optimizer)
+    with pytest.raises(CheckpointError, match="file is a file"):
+        save_training(tmp_path / "file", model, optimizer)
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes.txt"):
+        save_training(path, model, optimizer)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save_training(tmp_path / "file" / "below", model, optimizer)
+    assert (tmp_path / "file").read_text() == (path / "notes.txt").read_text() == "mine"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ck", "file", "runs"]
+
+
+def elsewhere(rank: int, path: str) -> None:
+    model = autotp.parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), 2,
+                               example_inputs=(torch.ones(2, 8),))  # fmt: skip
+    with pytest.raises(RankError, match="give the same directory on every rank"):
+        save_training(f"{path}/of-rank-{rank}", model)
+    (Path(path) / "file").touch()
+    with pytest.raises(CheckpointError if rank == 0 else RankError, match="file is a file"):
+        save_training(f"{path}/file", model)
+    save_training(f"{path}/ours", model)
+
+
+def test_ranks_name_the_same_directory(tmp_path: Path) -> None:
+    """Each rank's part would lie in another, and nothing could be loaded of it."""
+    distributed.run(2, elsewhere, str(tmp_path))
+    assert (tmp_path / "ours" / SETTINGS).exists()
 
 
 def test_refusals(alone: Any, tmp_path: Path) -> None:
