@@ -274,7 +274,12 @@ def _converted(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
     masks = name == "__getitem__"
     hollowed = [known_beside(a, hollow, masks) if i else hollow(a) for i, a in enumerate(args)]
-    result = func(*hollowed, **{k: known_beside(v, hollow, masks) for k, v in kwargs.items()})
+    named = {k: known_beside(v, hollow, masks) for k, v in kwargs.items()}
+    quick = _QUICK.get(func)
+    form = quick(*hollowed, **named) if quick is not None else None
+    if form is not None:  # a new tensor, and no operand is changed
+        return form
+    result = func(*hollowed, **named)
     if any(meta._version != version for meta, version in made):
         raise AbsentError(f"{name} would write a missing value into a tensor whose values this rank has")
     return result
