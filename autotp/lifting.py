@@ -40,6 +40,7 @@ class Lifter(TorchFunctionMode):
         # By storage, the tensors that look at it: keeps them alive.
         self._sharing: dict[int, list[torch.Tensor]] = {}
         self._computed: dict[Expr, fx.Node] = {}
+        self._handed: dict[int, Any] = {}  # by id, objects given to calls that are no containers: caches
         self._last: fx.Node | None = None
         # By storage, what was made under torch.vmap, and of what.
         self._batched: dict[int, tuple[torch.Tensor, tuple[fx.Node, ...]]] = {}
@@ -83,7 +84,10 @@ class Lifter(TorchFunctionMode):
             return self._node(value)
         if isinstance(value, (TrackedInt, TrackedFloat)):
             return value if value.log in (None, self.skeleton.log) else plain(value)
-        return map_parts(value, self._lift)
+        lifted = map_parts(value, self._lift)
+        if lifted is value and hasattr(value, "__dict__"):
+            self._handed[id(value)] = value
+        return lifted
 
     def _output(self, value: Any) -> Any:
         """An output with nodes for tensors; None for what is neither data nor a container."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,9 +17,9 @@ from .ints import plain
 
 
 def map_parts(value: Any, of: Callable[[Any], Any]) -> Any:
-    """`value` with `of` applied to each part of a tuple, list, slice, mapping or dataclass, the container's
-    type kept (but a `torch.Size` becomes a tuple, and fx's immutable containers plain ones); any other value
-    as it is."""
+    """`value` with `of` applied to each part of a tuple, list, slice, mapping, dataclass or record (see
+    `fields_of`), the container's type kept (but a `torch.Size` becomes a tuple, and fx's immutable containers
+    plain ones); any other value as it is."""
     if isinstance(value, tuple):
         parts = [of(part) for part in value]
         if isinstance(value, torch.Size) or type(value) is tuple:
@@ -35,14 +37,39 @@ def map_parts(value: Any, of: Callable[[Any], Any]) -> Any:
         for key, new in changed.items():
             other[key] = new
         return other
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-        changed = {name: new for name, part in held.items() if (new := of(part)) is not part}
-        other = copy.copy(value) if changed else value
-        for name, new in changed.items():
-            object.__setattr__(other, name, new)
-        return other
-    return value
+    held = fields_of(value)
+    changed = {name: new for name, part in held.items() if (new := of(part)) is not part}
+    other = copy.copy(value) if changed else value
+    for name, new in changed.items():
+        object.__setattr__(other, name, new)
+    return other
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, the attributes of a record: an object of a class that only holds values. One
+    that does something (a cache, a config) has methods, and is left alone: it may be changed in place."""
+    if isinstance(value, type):
+        return {}
+    if dataclasses.is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    held = getattr(value, "__dict__", None)
+    if type(held) is not dict or not held or callable(value) or not _only_holds(type(value)):
+        return {}
+    return dict(held)
+
+
+def _only_holds(kind: type) -> bool:
+    own = [base for base in kind.__mro__ if base not in (object, types.SimpleNamespace)]
+    if not all(base.__flags__ & _MADE_BY_CLASS for base in own):
+        return False
+    return not any(
+        inspect.isroutine(member) and not (name.startswith("__") and name.endswith("__"))
+        for base in own
+        for name, member in vars(base).items()
+    )
+
+
+_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, not by an extension
 
 
 def map_nodes(value: Any, of: Callable[[fx.Node], Any], device: torch.device | None = None) -> Any:
@@ -116,9 +143,7 @@ def plain_containers(value: Any) -> Any:
     """An output in the containers that fx knows: tuples, lists, dicts."""
     if isinstance(value, Mapping):
         return {str(key): plain_containers(part) for key, part in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain_containers(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
         parts = [plain_containers(part) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
-    return value
+    return {name: plain_containers(part) for name, part in fields_of(value).items()} or value

@@ -8,12 +8,12 @@ back an operand (`x.contiguous()`) is given an object of its own, so that the tw
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,7 +35,7 @@ from .errors import CaptureError
 from .ints import Attr, Dim
 from .known import Values
 from .lifting import BOUNDARY, SIZE_READS, Lifter
-from .nested import has_tensor, own_objects, plain_containers, untracked, versions
+from .nested import fields_of, has_tensor, map_tensors, own_objects, plain_containers, untracked, versions
 from .sites import Frame, Site, autograd_function_frame, frames_below, is_internal
 from .skeleton import Skeleton
 
@@ -63,6 +63,7 @@ class Recorder(Lifter):
         """What was recorded. inputs: as the user gave them; output: what the skeleton gave."""
         self.assumptions.check()
         result = self._output(output)
+        self._refuse_hidden(output)
         self.graph.output(plain_containers(result))
         index = {node: i for i, node in enumerate(self.graph.nodes)}
         for call, (before, last) in zip(self.calls, self._bounds, strict=True):
@@ -88,6 +89,25 @@ class Recorder(Lifter):
             assumed=self.assumptions.made,
             asked=dict(self.skeleton.log.asked),
         )
+
+    def _refuse_hidden(self, value: Any) -> None:
+        """Refuse an output with tensors in an object that can't be looked into, as they could be a rank's
+        part; a cache, which the model gave to its modules, is the model's own."""
+        if isinstance(value, (torch.Tensor, nn.Module)) or id(value) in self._handed:
+            return
+        parts = list(value.values()) if isinstance(value, Mapping) else [*fields_of(value).values()]
+        for part in value if isinstance(value, (tuple, list)) else parts:
+            self._refuse_hidden(part)
+        hidden: list[torch.Tensor] = []
+        if not parts and not isinstance(value, (tuple, list)):
+            map_tensors(dict(getattr(value, "__dict__", ())), lambda t: hidden.append(t) or t)  # type: ignore[func-returns-value]
+        if any(id(tensor) in self._nodes for tensor in hidden):
+            kind = type(value)
+            raise CaptureError(
+                f"the model returns an object of {kind.__module__}.{kind.__qualname__}, a class with "
+                "methods, and autotp doesn't look for tensors in those: on a rank they could be parts. "
+                "Return a dict, a tuple, a dataclass, or an object of a class that has attributes only."
+            )
 
     # --- torch calls ---
 

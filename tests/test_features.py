@@ -1,6 +1,8 @@
 """What users do with a model besides a plain forward, with a split one: masks, generation, what it shows."""
 
 import copy
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +10,11 @@ import torch
 from models import MODELS, hard_inputs, randomise
 from torch import nn
 from whole import EXACT, FLOAT32, assert_close, assert_same_grads, forward_and_grads, on_ranks
+
+import autotp
+from autotp.comm import Comm, simulate
+from autotp.errors import CaptureError
+from autotp.mesh import Mesh
 
 NEW_TOKENS = 8
 
@@ -279,3 +286,64 @@ def test_torchs_own_attention_shows_all_heads() -> None:
     for rank in split:
         for got, value in zip(rank, want, strict=True):
             assert_close(got.detach(), value.detach())
+
+
+class Held:
+    """A user's own output: a class that has attributes only, no container that torch knows of."""
+
+    def __init__(self, logits: Any, inner: Any = None) -> None:
+        self.logits, self.inner = logits, inner
+
+
+class Measured(Held):
+    def entropy(self) -> Any:
+        return self.logits.softmax(-1)
+
+
+class Speaks(nn.Module):
+    """Logits split over the vocabulary, in an object; a module in it gives an object as well."""
+
+    def __init__(self, of: Callable[..., Any] = Held) -> None:
+        super().__init__()
+        self.embed, self.block, self.head, self.of = nn.Embedding(64, 32), Deep(), nn.Linear(32, 64), of
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        logits = self.head(self.block(self.embed(input_ids)).logits)
+        return self.of(logits, {"again": Held(2 * logits)})
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> Held:
+        return Held(x + self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.parametrize("of", [Held, types.SimpleNamespace], ids=["class", "namespace"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_outputs_in_an_object_of_the_users_are_whole(of: Any, pp: int) -> None:
+    def made(logits: torch.Tensor, inner: Any) -> Any:
+        return of(logits=logits, inner=inner)
+
+    model = randomise(Speaks(made).double())
+    inputs = {"input_ids": torch.arange(10).view(2, 5)}
+    want = model(**inputs)
+
+    def one(comm: Comm) -> Any:
+        mesh = Mesh.split(comm, 2 // pp, pp)  # type: ignore[arg-type]
+        split = autotp.parallelize(copy.deepcopy(model), 2 // pp, pp, comm=mesh, example_inputs=inputs)
+        with torch.no_grad():
+            return split(**inputs)
+
+    for got in simulate(2, one):
+        assert type(got) is type(want)
+        assert_close(got.logits, want.logits.detach(), EXACT)
+        assert_close(got.inner["again"].logits, want.inner["again"].logits.detach(), EXACT)
+
+
+def test_outputs_in_an_object_with_methods_are_refused() -> None:
+    """They would be a rank's part: such an object may be a cache, which is not looked into."""
+    with pytest.raises(CaptureError, match=r"Measured, a class with methods.* Return a dict"):
+        autotp.plan(Speaks(Measured), tp=2, example_inputs={"input_ids": torch.arange(10).view(2, 5)})
