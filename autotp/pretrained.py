@@ -62,11 +62,20 @@ def build_unloaded(
     dtype: of the parameters; None: the config's, else `floating` (the checkpoint's). Modules that
     transformers keeps in float32 are. overrides: of the config. Raises ModelSourceError; CheckpointError for
     quantised weights."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ModelSourceError(f"dtype={dtype!r}: give a torch.dtype, such as torch.bfloat16.")
     with alone() as transformers:
         try:
-            config = transformers.AutoConfig.from_pretrained(str(path), **overrides)
+            config, unused = transformers.AutoConfig.from_pretrained(
+                str(path), return_unused_kwargs=True, **overrides
+            )
         except Exception as error:  # transformers raises what it likes on a config
             raise ModelSourceError(f"{path}: transformers can't read its config: {error}") from error
+        if unused:
+            raise ModelSourceError(
+                f"{', '.join(sorted(unused))}: neither an argument of autotp.load nor an entry of the config "
+                f"of {path}."
+            )
         quantisation = getattr(config, "quantization_config", None)
         if quantisation is not None and _method(quantisation) not in CUTTABLE:
             raise CheckpointError(_quantised(path, quantisation))

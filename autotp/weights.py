@@ -65,7 +65,7 @@ def load(
     allow_pickle: read .bin files where there are no others, with torch's weights_only, and by the slice too
     (whole those of before torch 1.6). allow_missing: initialise what the checkpoint lacks (rank 0's values).
     allow_unexpected: leave out what the model has no place for. progress: a bar on rank 0 (None: when stderr
-    is a terminal). overrides: entries of the config (`attn_implementation="sdpa"`).
+    is a terminal). overrides: entries that the config has (`attn_implementation="sdpa"`).
 
     Checkpoints that transformers converts on load (fused or split experts, other names) are converted first,
     cut after.

@@ -15,7 +15,7 @@ from torch import nn
 
 from autotp.checkpoint import open_checkpoint
 from autotp.comm import Comm, simulate
-from autotp.errors import CheckpointError, LaunchError
+from autotp.errors import CheckpointError, LaunchError, ModelSourceError
 from autotp.lazy import read
 from autotp.save import save
 from autotp.state import full_state_dict
@@ -392,3 +392,14 @@ def test_a_models_memory_is_not_shared_with_meta(tmp_path: Path) -> None:
         return [n for n, p in model.named_parameters() if p.grad is None or not bool(p.grad.abs().sum() > 0)]
 
     assert on_ranks(tmp_path, 2, use) == [[], []]
+
+
+def test_arguments_that_nothing_takes_are_refused(tmp_path: Path) -> None:
+    """transformers' configs take any name: a slip in `example_inputs` would be one more entry, and unseen."""
+    saved("llama_gqa", tmp_path)
+    with pytest.raises(ModelSourceError, match="exmple_inputs: neither an argument of autotp.load nor"):
+        load(tmp_path, 1, exmple_inputs={}, progress=False)
+    with pytest.raises(ModelSourceError, match="dtype='bfloat16': give a torch.dtype"):
+        load(tmp_path, 1, dtype="bfloat16", progress=False)  # type: ignore[arg-type]
+    eager = load(tmp_path, 1, attn_implementation="eager", rms_norm_eps=1e-3, progress=False)
+    assert (eager.config._attn_implementation, eager.config.rms_norm_eps) == ("eager", 1e-3)
