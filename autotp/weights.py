@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .ahead import fetched_ahead
 from .api import mesh_over, split_model
 from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm, agree
 from .data_parallel import keep_copies_alike
 from .errors import AutotpError, CheckpointError
-from .lazy import fill, read
+from .lazy import fill, read, sources
 from .mesh import Mesh
 from .pipeline.absent import Absent
 from .plan import Plan
@@ -32,7 +33,7 @@ from .pretrained import (
     untied,
 )
 from .quantised import components, is_packed, put_in, rebuilt
-from .tensorfiles import Region, whole_region
+from .tensorfiles import FileTensor, Region, whole_region
 
 
 def load(
@@ -89,16 +90,17 @@ def load(
     put_packed(model, found)
     tie(model, found, ranks.exchange(apart)[0])
     initialise_rest(model, found, where)
-    blocks = split_model(
-        model,
-        mesh,
-        ep,
-        stages=stages,
-        zero=zero,
-        policy=policy,
-        strict=strict,
-        example_inputs=example_inputs,
-    )
+    with fetched_ahead(files_of(found if mine is None else mine), mesh.world.rank, mesh.world.size):
+        blocks = split_model(
+            model,
+            mesh,
+            ep,
+            stages=stages,
+            zero=zero,
+            policy=policy,
+            strict=strict,
+            example_inputs=example_inputs,
+        )
     with together(mesh.world):
         if shards is not None:
             shards.check(made_plan(model))
@@ -214,6 +216,12 @@ def fill_shards(
                     own[name] = real[id(old)]  # type: ignore[assignment]
     if state is not None:
         state.watch()
+
+
+def files_of(found: Mapping[str, Tensor]) -> list[Path]:
+    """The files that what was `found` is read from."""
+    origins = (origin for tensor in found.values() for origin in sources(tensor))
+    return sorted({origin.path for origin in origins if isinstance(origin, FileTensor)})
 
 
 def _kept(source: Tensor, layout: Any, rank: int) -> Region:

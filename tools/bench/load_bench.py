@@ -119,13 +119,23 @@ def _local(tensor: Any) -> Any:
 
 
 # ---------------------------------------------------------------- the table
-def compare(checkpoint: str, tp: int, rounds: int, plans: str) -> dict[str, dict[str, float]]:
+def forget(checkpoint: str) -> None:
+    """Take the files out of the system's cache: the next reader fetches them from the disk."""
+    for path in Path(checkpoint).iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def compare(checkpoint: str, tp: int, rounds: int, plans: str, cold: bool) -> dict[str, dict[str, float]]:
     """Medians over the rounds of the worst rank, by contender and figure. The contenders must agree on the
     logits."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for number in range(rounds):
         os.environ["AUTOTP_PLANS"] = f"{plans}/{number}"
         for name in CONTENDERS:
+            if cold:
+                forget(checkpoint)
             ranks = launch(__file__, ["--rank", name, checkpoint, "--tp", str(tp)], tp)
             seen[name].append(
                 {
@@ -140,11 +150,15 @@ def compare(checkpoint: str, tp: int, rounds: int, plans: str) -> dict[str, dict
     return found
 
 
-def show(found: dict[str, dict[str, float]], tp: int) -> bool:
+def show(found: dict[str, dict[str, float]], tp: int, cold: bool) -> bool:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"loading over tp={tp}, worst rank", title_justify="left", header_style="bold")
+    table = Table(
+        title=f"loading over tp={tp}, {'from the disk' if cold else 'files in memory'}, worst rank",
+        title_justify="left",
+        header_style="bold",
+    )
     for column in ("", "load", "first logits", "shard", "peak", "read", "peak limit", "read limit"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
@@ -177,6 +191,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="a Llama's directory; without it a random one is written")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--bin", action="store_true", help="write the random one as .bin files")
+    parser.add_argument(
+        "--cold", action="store_true", help="from the disk: files leave the cache before each run"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rank", nargs=2, metavar=("CONTENDER", "DIR"), help=argparse.SUPPRESS)
@@ -192,10 +209,10 @@ def main() -> None:
             write_checkpoint(Path(folder))
         if given.bin:
             as_pickles(Path(folder))
-        found = compare(checkpoint, given.tp, given.rounds, plans)
+        found = compare(checkpoint, given.tp, given.rounds, plans, given.cold)
     if given.json:
         given.json.write_text(json.dumps({"tp": given.tp, **found}, indent=2) + "\n")
-    sys.exit(0 if show(found, given.tp) else 1)
+    sys.exit(0 if show(found, given.tp, given.cold) else 1)
 
 
 if __name__ == "__main__":
