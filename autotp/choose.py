@@ -9,15 +9,18 @@ and the residual stream's axis, which would need a collective for every matmul, 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 
-from .axes import Axis, factors, leaves, segments
+from .axes import Axis, factors, leaves, occurrences, segments
 from .flow import Flow, follow
-from .graph import GraphIndex, describe
+from .graph import GraphIndex, describe, flat_axes, numel, tensors_of
 from .layouts import DimLayout
 from .layouts import split as split_evenly
+
+LENGTH = 2048  # tokens of a text as models are run on
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def choose(
     if parts == 1:
         return choice
     candidates: list[tuple[float, int, Axis, Flow]] = []
+    tokens = _tokens(index)
     for axis in list(index.holders):
         if axis.size == 1:
             continue
@@ -87,7 +91,7 @@ def choose(
         if not gain:
             continue
         first = min(index.order[n] for n in index.touching[axis])
-        candidates.append(((flow.price + 1) / gain, first, axis, flow))
+        candidates.append(((_price(index, flow, tokens) + 1) / gain, first, axis, flow))
     held: dict[str, Axis] = {}
     values: dict[object, Axis] = {}
     for _, _, axis, flow in sorted(candidates, key=lambda c: (c[0], c[1])):
@@ -110,6 +114,25 @@ def choose(
         choice.flows[axis] = flow
         values.update(dict.fromkeys(flow.sharded | flow.partial, axis))
     return choice
+
+
+def _tokens(index: GraphIndex) -> set[Axis]:
+    """The leaves that a text lies along: those of token ids and masks, but for the batch."""
+    inputs = [n for n in index.nodes if n.op == "placeholder"]
+    whole = [n for n in inputs if any(not t.is_floating_point() for t in tensors_of(n.meta["val"]))]
+    return {leaf for n in whole for axis in list(flat_axes(index.axes.of[n]))[1:] for leaf in leaves(axis)}
+
+
+def _price(index: GraphIndex, flow: Flow, tokens: set[Axis]) -> float:
+    """Elements sent per forward; a gather or a reduce of a parameter counts fully. Example inputs are short:
+    positions by positions are priced as a text of LENGTH tokens would have them, so that an attention's heads
+    are split, and not the axis that its scores are summed over."""
+    sent = 0.0
+    for source in (e.source for e in flow.edges if e.kind in ("gather", "reduce", "stat")):
+        counts = sum((occurrences(axis) for axis in flat_axes(index.axes.of[source])), Counter[Axis]())
+        positions = sorted(leaf.size for leaf in tokens for _ in range(counts[leaf]))
+        sent += numel(source) * prod(max(1.0, LENGTH / size) for size in positions[:-1])
+    return sent
 
 
 def _numel(index: GraphIndex, name: str) -> int:

@@ -24,7 +24,7 @@ from torch import fx
 
 from .axes import Axis, leaves
 from .captured import setitem
-from .graph import GraphIndex, Operand, describe, numel
+from .graph import GraphIndex, Operand, describe
 
 SUMS = ("sum", "lookup")
 
@@ -59,12 +59,6 @@ class Flow:
     )  # parameters added to a partial value: kept on rank 0, zero elsewhere
     problems: list[str] = field(default_factory=list)
     alike: dict[Any, bool] = field(default_factory=dict)  # by place and operand: is it partial each time?
-
-    @property
-    def price(self) -> int:
-        """Elements sent per forward at the captured shapes; a gather or a reduce of a parameter counts
-        fully."""
-        return sum(numel(e.source) for e in self.edges if e.kind in ("gather", "reduce", "stat"))
 
 
 def carries(facts_axes: Iterable[Any], leaf: Axis) -> list[Any]:

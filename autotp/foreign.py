@@ -157,7 +157,8 @@ def _unproven_functions(index: GraphIndex, choice: Choice) -> Iterator[Doubt]:
         for call in calls.values():
             key = (call.function, tuple(_signature(index, value, axis) for value in call.args))
             if key not in tried:
-                tried[key] = _same_in_parts(index, call, axis)
+                with torch.device("cpu"):  # numbers, even where the caller builds all on meta
+                    tried[key] = _same_in_parts(index, call, axis)
             if not tried[key]:
                 name = call.function.__name__
                 why = f"the backward of {name} on parts is not a part of its backward"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.advice import warn_replicated
@@ -174,3 +175,20 @@ def test_a_layer_that_cannot_be_made_is_a_reason_not_to_split_it(monkeypatch: py
 
     monkeypatch.setattr("autotp.layers.make_batch_norm", refuse)
     assert plan().params["norm.weight"].layout is None
+
+
+def test_heads_are_split_and_not_the_axis_that_scores_are_summed_over() -> None:
+    """At twelve tokens it is cheaper to send an attention's scores than its output; of a text it is not."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    inputs = {"input_ids": torch.zeros(1, 6, dtype=torch.long)}
+    planned = autotp.plan(LlamaForCausalLM(config), tp=2, example_inputs=inputs)
+    sums = [c for c in planned.collectives if c.kind == "reduce"]
+    assert all(c.shape == (1, 6, 128) for c in sums), sums
