@@ -24,13 +24,14 @@ def core_of(index: GraphIndex, node: fx.Node) -> tuple[set[fx.Node], list[fx.Nod
         core.add(n)
         facts = index.facts(n)
         dropout |= "dropout" in str(getattr(n.target, "__name__", n.target))
-        if facts and any(c.how == "sum" for c in facts.contracts) and len(index.operands[n]) == 2:
+        if facts and any(c.how == "sum" for c in facts.contracts) and len(index.operands[n]) in (2, 3):
             products.append(n)
             continue
         size = _numel(n)
         todo += [op.node for op in index.operands[n] if _numel(op.node) >= size]
     first = products[0] if products else node
-    q, k = [op.node for op in index.operands[first]][:2] if products else (scores, scores)
+    # of three, the first is added to the product
+    q, k = [op.node for op in index.operands[first]][-2:] if products else (scores, scores)
     values = next(n for n in args if n is not scores)
     return core, [q, _untransposed(index, k), values], bool(dropout)
 

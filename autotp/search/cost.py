@@ -228,15 +228,17 @@ def unit_passes(cluster: Cluster, unit: Unit, s: Setting) -> Passes:
             uneven = np.round(a.heads * share(s.tp, a.heads) * s.micro_batch) % group > 0
             kernels = kernels + np.where(uneven, _PLAIN_SOFTMAX, 0)
     # Ranks that are launch-bound wait for the slowest of them at every collective.
-    waiting = 1 + cluster.software.straggle * (s.tp / 8.0) ** 2 * (s.tp > 1)
+    # No one has seen them at more than eight, so more wait no longer than those.
+    waiting = 1 + cluster.software.straggle * np.minimum(s.tp / 8.0, 1.0) ** 2 * (s.tp > 1)
     launching = kernels * cluster.software.launch_us * 1e-6 * waiting
     hidden = cluster.software.tp_overlap
     ahead, back = (messages_time(cluster, unit, s, when, hidden) for when in ("forward", "backward"))
     moved = exchange_time(cluster, unit, s)
     ahead, back = ahead + moved, back + moved
     if unit.layer:
-        forward = _overlapped(forward + ahead, launching, cluster) - ahead
-        backward = _overlapped(backward + back, 2 * launching, cluster) - back
+        # A collective ends when the last rank's host has come to it: no rank's launching hides behind it.
+        forward = _overlapped(forward, launching, cluster)
+        backward = _overlapped(backward, 2 * launching, cluster)
     else:
         # The loss is read for every micro-batch: there the host is not ahead, and its time adds up.
         forward, backward = forward + launching, backward + 2 * launching

@@ -189,7 +189,8 @@ class _Counter:
             core, operands, dropout = core_of(self.index, node)
             cores[node] = core
             q, k, v = (next(tensors_of(n.meta["val"])) for n in operands)
-            kv_heads = _numel(k) // (k.shape[-1] * k.shape[-2]) or 1
+            keys, size = v.shape[-2], q.shape[-1]  # k may lie either way
+            kv_heads = _numel(k) // (keys * size) or 1
             heads = _numel(q) // (q.shape[-1] * q.shape[-2]) or 1
             made = [use for use in attention.k if use.node in self.index.order]
             if made and kv_heads == heads:  # keys repeated for every query head: fewer are made
@@ -197,14 +198,12 @@ class _Counter:
                     1,
                     min(
                         kv_heads,
-                        _numel(next(tensors_of(made[0].node.meta["val"]))) // (self.seq * k.shape[-1]),
+                        _numel(next(tensors_of(made[0].node.meta["val"]))) // (self.seq * size),
                     ),
                 )
-            causal = q.shape[-2] == k.shape[-2] and q.shape[-2] > 1
+            causal = q.shape[-2] == keys and q.shape[-2] > 1
             self.units[self.unit_of[node]].attentions.append(
-                Attention(
-                    heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], causal, dropout
-                )
+                Attention(heads, kv_heads, q.shape[-2], keys, size, v.shape[-1], causal, dropout)
             )
         return cores
 

@@ -125,6 +125,9 @@ def candidates(
             coarse.append(f"tp={tp}: {workload.name} divides into {workload.head_ways} at most")
             continue
         for cp in _divisors(gpus // tp):
+            if workload.seq % cp:
+                coarse.append(f"cp={cp}: {workload.seq} tokens are no multiple of it")
+                continue
             if cp > 1 and "cp" not in held and (workload.seq < LONG or cp > 16 or workload.seq // cp < 1024):
                 continue
             for pp in _divisors(gpus // tp // cp):
@@ -277,9 +280,8 @@ def _generate(
                 if plan.fits:
                     plans.append(plan)
                 else:
-                    rejected.append(
-                        Rejected(config, f"needs {plan.peak_memory / 1e9:.0f} GB of {cluster.gpu.memory:.0f}")
-                    )
+                    needs = f"needs {plan.peak_memory / 1e9:.0f} GB of {cluster.gpu.memory:.0f}"
+                    rejected.append(Rejected(config, needs, plan.peak_memory))
     plans.sort(key=lambda p: p.step_time)
     return SearchResult(
         cluster,

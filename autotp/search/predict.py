@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -165,8 +166,7 @@ def predict(
         ep,
     )
     if mode == "generate":
-        if ep > 1:
-            raise SearchError(f"ep={ep}: expert parallelism is predicted for training only. Use tp to serve.")
+        check_serving(config, workload)
         step, prefill, sequences, mem, kinds, parts = generation(workload, machine, config)
         return Prediction(
             config,
@@ -190,9 +190,7 @@ def predict(
 def check(config: Config, workload: Workload, cluster: Cluster) -> None:
     """Raise SearchError where a training configuration makes no sense."""
     c = config
-    for name in ("tp", "pp", "dp", "cp", "ep", "batch", "micro_batch", "virtual_stages"):
-        if getattr(c, name) < 1:
-            raise SearchError(f"{name}={getattr(c, name)}: must be at least 1.")
+    _check_numbers(c)
     if c.recompute not in RECOMPUTE:
         raise SearchError(f"recompute={c.recompute!r}: choose one of {', '.join(RECOMPUTE)}.")
     if c.schedule not in SCHEDULES:
@@ -203,6 +201,13 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
         raise SearchError(
             f"batch={c.batch} is no multiple of dp * micro_batch = {c.dp} * {c.micro_batch}. Change one."
         )
+    if c.virtual_stages > 1 and c.schedule != "interleaved":
+        raise SearchError(
+            f"virtual_stages={c.virtual_stages} with schedule={c.schedule!r}: only 1F1B is interleaved. "
+            "Leave virtual_stages at 1, or the schedule at 1f1b."
+        )
+    if workload.seq % c.cp:
+        raise SearchError(f"cp={c.cp}: {workload.seq} tokens are no multiple of it. Change one.")
     if c.pp * c.virtual_stages > max(1, workload.layers):
         raise SearchError(
             f"pp={c.pp} with {c.virtual_stages} virtual stages: there are {workload.layers} layers to share."
@@ -213,6 +218,24 @@ def check(config: Config, workload: Workload, cluster: Cluster) -> None:
             if workload.experts > 1
             else f"ep={c.ep}: {workload.name} has no experts. Leave ep at 1."
         )
+
+
+def check_serving(config: Config, workload: Workload) -> None:
+    """Raise SearchError where a configuration to generate with makes no sense."""
+    c = config
+    _check_numbers(c)
+    for name in ("cp", "ep"):
+        if getattr(c, name) > 1:
+            raise SearchError(f"{name}={getattr(c, name)}: is predicted for training only. Use tp to serve.")
+    if c.pp > max(1, workload.layers):
+        raise SearchError(f"pp={c.pp}: there are {workload.layers} layers to share.")
+
+
+def _check_numbers(c: Config) -> None:
+    for name in ("tp", "pp", "dp", "cp", "ep", "batch", "micro_batch", "virtual_stages"):
+        value = getattr(c, name)
+        if not isinstance(value, Integral) or value < 1:
+            raise SearchError(f"{name}={value!r}: must be a whole number, at least 1.")
 
 
 def cut(workload: Workload, stages: int, costs: Sequence[float]) -> list[list[int]]:
@@ -308,7 +331,7 @@ def train(workload: Workload, cluster: Cluster, c: Config, simulated: bool = Tru
         "fixed per step": cluster.software.step_ms * 1e-3,
     }
     kinds = memory.by_stage(workload, cluster, c, held, s)
-    mem = tuple(sum(kind.values()) for kind in kinds)
+    mem = tuple(float(sum(kind.values())) for kind in kinds)
     fullest = kinds[int(np.argmax(mem))]
     tokens = c.batch * workload.seq / step
     layers = tuple(sum(workload.units[i].layer for i in stage) for stage in held)

@@ -24,6 +24,7 @@ class Rejected:
 
     config: Config
     reason: str
+    memory: float = float("inf")  # bytes of the fullest GPU, where it was too much
 
 
 @dataclass
@@ -61,12 +62,17 @@ class SearchResult:
         return self.plans[0]
 
     def _nearest(self) -> str:
-        least = min((r.reason for r in self._others), default="", key=len)
-        if self._memory is None or self._table is None or not len(self._memory):
-            return least
-        row = int(np.argmin(self._memory))
-        least = self._memory[row] / 1e9
-        return f"The least memory: {least:.0f} GB of {self.cluster.gpu.memory:.0f} with {self._config(row)}."
+        if self._memory is not None and self._table is not None and len(self._memory):
+            row = int(np.argmin(self._memory))
+            least, config = self._memory[row], str(self._config(row))
+        elif self._others:
+            nearest = min(self._others, key=lambda r: r.memory)
+            least, config = nearest.memory, degrees(nearest.config)
+            if not np.isfinite(least):
+                return f"With {config}: {nearest.reason}."
+        else:
+            return ""
+        return f"The least memory: {least / 1e9:.0f} GB of {self.cluster.gpu.memory:.0f} with {config}."
 
     def _config(self, row: int) -> Config:
         assert self._table is not None
@@ -142,8 +148,12 @@ class SearchResult:
 
 def named(p: Prediction) -> str:
     """A plan's configuration, as it reads: of generation the degrees alone."""
-    c = p.config
-    return str(c) if p.prefill_time is None else f"tp={c.tp} pp={c.pp} replicas={c.dp}"
+    return str(p.config) if p.prefill_time is None else degrees(p.config)
+
+
+def degrees(c: Config) -> str:
+    """The degrees of a configuration that generates."""
+    return f"tp={c.tp} pp={c.pp} replicas={c.dp}"
 
 
 def seconds(t: float) -> str:

@@ -1,0 +1,98 @@
+"""What users ask of predict and search that no published table has: odd numbers, other models"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+
+from autotp.errors import SearchError
+from autotp.search.counts import count
+from autotp.search.find import search
+from autotp.search.predict import predict
+
+
+def counted(config, seq):
+    with torch.device("meta"):
+        return count(AutoModelForCausalLM.from_config(config), seq)
+
+
+@pytest.fixture(scope="module")
+def llama8():
+    return counted(
+        LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128256,
+        ),
+        2048,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"tp": 0}, "tp=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"tp": "2"}, "whole number"),
+        ({"cp": 2}, "training only"),
+        ({"ep": 2}, "training only"),
+        ({"pp": 40}, "32 layers"),
+    ],
+)
+def test_serving_refuses_what_makes_no_sense(llama8, options, words):
+    with pytest.raises(SearchError, match=words):
+        predict(llama8, "dgx-h100", mode="generate", **({"batch": 8} | options))
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "gpipe"])
+def test_only_1f1b_is_interleaved(llama8, schedule):
+    """Zero-bubble's puts off half of a backward: in an interleaved order nobody ever made it up."""
+    with pytest.raises(SearchError, match="only 1F1B"):
+        predict(llama8, "dgx-h100", pp=4, batch=16, virtual_stages=2, schedule=schedule)
+
+
+def test_a_sequence_is_cut_evenly(llama8):
+    with pytest.raises(SearchError, match="2048 tokens"):
+        predict(llama8, "dgx-h100", cp=3, batch=8)
+    assert search(llama8, "dgx-h100:3", batch=24, top=1).best.config.cp == 1
+
+
+def test_ranks_of_a_wide_group_wait_for_each_other_within_reason(llama8):
+    """Twice as many launch the same kernels: they don't take twice as long."""
+    eight, sixteen, many = (
+        predict(llama8, "dgx-h100:8", tp=tp, batch=8).breakdown["compute"] for tp in (8, 16, 64)
+    )
+    assert many < 1.2 * sixteen < 1.4 * eight
+
+
+def test_memory_is_plain_numbers(llama8):
+    found = predict(llama8, "dgx-h100", tp=2, pp=2, dp=2, batch=8).memory
+    assert all(type(m) is float for m in found)
+
+
+def test_serving_says_what_came_nearest(llama8):
+    """Not the configuration with the shortest words."""
+    with pytest.raises(SearchError, match="The least memory: 279 GB of 48 with tp=4 pp=2 "):
+        _ = search(llama8, "l40s", batch=8192, mode="generate").best
+    with pytest.raises(SearchError, match="no multiple of 8 replicas"):
+        _ = search(llama8, "dgx-h100", batch=3, mode="generate", fixed={"tp": 1, "pp": 1}).best
+
+
+def test_keys_that_are_made_transposed_are_found():
+    """Bloom adds its positions in the product of queries and keys: three operands, and keys by size."""
+    w = counted(BloomConfig(hidden_size=64, n_head=4, n_layer=1, vocab_size=64), 32)
+    (attention,) = [a for u in w.units for a in u.attentions]
+    assert (attention.heads, attention.kv_heads, attention.keys, attention.size) == (4, 4, 32, 16)
+    assert (attention.queries, attention.value_size, attention.causal) == (32, 16, True)
+
+
+def test_eager_attention_is_divided_by_heads():
+    w = counted(
+        LlamaConfig(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8,
+            num_key_value_heads=4, vocab_size=64, attn_implementation="eager",
+        ),
+        64,
+    )  # fmt: skip
+    assert w.head_ways == 8
+    layer = next(u for u in w.units if u.layer)
+    assert np.allclose([m.elements for m in layer.messages], 64 * 128)
