@@ -56,7 +56,7 @@ def found_in(path: str, module: Any, dtype: torch.dtype) -> Found | None:
         return _blocks(path, module, dtype)
     if any(getattr(kept, "SCB", None) is not None for kept in (weight, getattr(module, "state", None))):
         return _rows(path, module, dtype)
-    return _compressed(path, module)
+    return _compressed(path, module, dtype)
 
 
 def let_go(model: nn.Module) -> None:
@@ -115,7 +115,7 @@ class Compressed:
         return parts
 
 
-def _compressed(path: str, module: nn.Module) -> Found | None:
+def _compressed(path: str, module: nn.Module, dtype: torch.dtype) -> Found | None:
     scheme: Any = getattr(module, "quantization_scheme", None)
     status: Any = getattr(module, "quantization_status", None)
     if scheme is None or status is None:
@@ -138,7 +138,9 @@ def _compressed(path: str, module: nn.Module) -> Found | None:
     tensors = {**module._parameters, **module._buffers}
     parts = {name: tensor for name, tensor in tensors.items() if name != "bias" and tensor is not None}
     taken = ("forward", "quantization_scheme", "quantization_status")
-    return Found(parts, Compressed(scheme), parts["weight_scale"].dtype, taken)
+    scale = parts["weight_scale"].dtype
+    wide = scale.is_floating_point and scale.itemsize > 1  # then the weight is unpacked to that
+    return Found(parts, Compressed(scheme), scale if wide else dtype, taken)
 
 
 # ---------------------------------------------------------------- bitsandbytes
