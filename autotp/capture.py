@@ -165,6 +165,18 @@ def _intercepted(recorder: Recorder, leaves: tuple[type[nn.Module], ...]) -> Ite
             module.__dict__.update(before[path])
 
 
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """After it the modules are as they were before, also what a model's own `train` clears or keeps."""
+    before = {module: _state(module) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, state in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
+
 def _state(module: nn.Module) -> dict[str, Any]:
     """The attributes of `module`; its tables (parameters, hooks, ...) are copies."""
     return {

@@ -19,7 +19,7 @@ from torch._subclasses import fake_tensor
 
 from .assumed import Answers
 from .axes import Axis, factors, leaves, segments
-from .capture import CapturedGraph, record
+from .capture import CapturedGraph, record, unchanged
 from .compare import compare_way
 from .data_ways import data_ways
 from .errors import AutotpError, CaptureError, PlanError
@@ -206,10 +206,8 @@ class _Runner:
     def _captured(
         self, model: nn.Module, inputs: dict[str, Any], training: bool, answers: Answers | None
     ) -> CapturedGraph:
-        try:
+        with unchanged(model):
             return record(model.train(training), inputs, self.leaves, answers)
-        finally:
-            model.eval()
 
 
 def _differing(when: str, found: Analysis, again: CapturedGraph, skipped: tuple[str, ...]) -> Iterator[Way]:

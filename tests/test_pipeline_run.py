@@ -247,6 +247,17 @@ def test_a_unit_may_loop_over_the_experts_that_were_hit():
             Stub("u", unit.forward).run((x,), {}, origin)
 
 
+def test_a_unit_that_reads_values_is_refused_by_its_line():
+    def reads(x):
+        rows = x.sum(1).tolist()
+        return x.new_zeros(len(rows))
+
+    origin = Origin("u", 1, Home(torch.device("cpu"), (0,)))
+    line = reads.__code__.co_firstlineno + 1
+    with pytest.raises(AbsentError, match=rf"u runs on stage 1.*test_pipeline_run.py:{line} in reads"):
+        Stub("u", reads).run((absent(torch.empty(4, 3, device="meta"), origin),), {}, origin)
+
+
 def test_masks_and_numbers_that_are_known_say_shapes_of_what_is_absent():
     origin = Origin("tower", 1, Home(torch.device("cpu"), (0,)))
     mask = torch.tensor([True, False, True])

@@ -143,3 +143,33 @@ def test_a_way_that_cannot_be_recorded_is_told() -> None:
 def test_decoding_of_known_models_is_examined(name: str) -> None:
     model, inputs = MODELS[name]()
     assert autotp.plan(model, 2, example_inputs=inputs).unexamined == ()
+
+
+class Keeps(Mlp):
+    """Keeps what it made of a weight while it is in eval mode; in training it needs all of `h`."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.mul)
+        self.scale, self.kept = nn.Parameter(torch.randn(48)), {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(normed(h) if self.training else h * self.factor())
+
+    def factor(self) -> torch.Tensor:
+        if not self.kept:
+            self.kept["factor"] = self.scale.exp()
+        return self.kept["factor"]
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if mode:
+            self.kept = {}
+        return super().train(mode)
+
+
+def test_what_a_model_clears_when_it_trains_is_there_for_the_next_plan() -> None:
+    model, x = Keeps().double().eval(), torch.randn(2, 5, 24, dtype=torch.float64)
+    with torch.no_grad():
+        model(x)
+    plan = autotp.plan(model, 2, example_inputs={"x": x})
+    assert "in training it also does div, norm" in plan.kept["up.weight"]

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..assumed import picked_rows
 from ..errors import AbsentError, AutotpError
 from ..nested import map_parts, map_tensors, tensors_in
+from ..sites import frames_of
 from .absent import MASKS, MOVES, Absent, Origin, absent, is_device, known_beside, on_meta
 
 
@@ -336,9 +337,11 @@ class Stub:
         except (RuntimeError, NotImplementedError) as error:
             if "meta" not in str(error).lower():
                 raise
+            told = str(error).splitlines()[0].rstrip(".")
+            where = next((f" ({frame})" for frame in reversed([*frames_of(error.__traceback__)])), "")
             raise AbsentError(
                 f"{self.path} runs on stage {origin.stage}; the shapes of its output can't be found here, "
-                f"since it looks at values: {error}. Cut the model so that fewer ranks need them, or use "
+                f"since it looks at values{where}: {told}. Cut the model so that fewer ranks need them, or use "
                 "another implementation of this module (for experts: one without loops over them)."
             ).at(self.path) from error
         if mode.unsure is not None:
@@ -353,7 +356,8 @@ class Stub:
         if any(seen._version != version for seen, version in changed):
             raise AbsentError(
                 f"{self.path} runs on stage {origin.stage} and changes an argument in place: here it would "
-                "keep its old value. Cut the model elsewhere (`stages=`), or let the module give a new one."
+                "keep its old value. Cut the model elsewhere (`stages=`), let the module give a new one, or "
+                "call the model without this state (use_cache=False), where it is one."
             ).at(self.path)
         for own, seen, before in containers:     # what the forward put into them
             _catch_up(own, seen, before, lambda value: map_tensors(value, wrap))

@@ -46,6 +46,7 @@ def check_stages(cls: str, model_type: str, say: Callable[[str], None] = lambda 
             model, inputs, how = built(cls, model_type)
             row["built"] = how
             padded, _ = with_padding(model, inputs)
+            _refuse_random(model, inputs)
             generates = _generates(model, inputs)
             want = outcomes(copy.deepcopy(model), inputs, padded, generates)
     except Exception as error:
@@ -55,6 +56,18 @@ def check_stages(cls: str, model_type: str, say: Callable[[str], None] = lambda 
         row[name] = _at(model, inputs, padded, want, tp, pp, functools.partial(_prefixed, say, f"{name}: "))
     worst = max((row[name] for name in MESHES), key=lambda found: ORDER.index(found["outcome"]))
     return {**row, "outcome": worst["outcome"], "why": worst.get("why", ""), "seconds": since(began)}
+
+
+def _refuse_random(model: nn.Module, inputs: Row) -> None:
+    """Ranks simulated in one process share torch's random numbers, which processes have each for themselves:
+    ValueError for a model whose outputs hang on them."""
+    seen = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            seen.append([t for t in tensors(model(**inputs)) if t.is_floating_point()])
+    if not all(torch.equal(a, b) for a, b in zip(*seen, strict=True)):
+        raise ValueError("its forward draws random numbers, which simulated ranks share")
 
 
 def _prefixed(say: Callable[[str], None], prefix: str, what: str) -> None:

@@ -84,6 +84,7 @@ def _child(task: str, cls: str, model_type: str, folder: str, limit: float) -> N
         os.dup2(log.fileno(), 2)
         faulthandler.dump_traceback_later(limit, exit=True, file=log)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        torch.set_num_threads(1)  # renews what the fork broke, before several threads ask for it at once
         checked = check_stages if task.startswith(STAGES) else check
         row = checked(cls, model_type, lambda stage: _write(f"{folder}/stage", stage))
         _write(f"{folder}/row", json.dumps(row))
