@@ -341,8 +341,8 @@ class Stub:
             where = next((f" ({frame})" for frame in reversed([*frames_of(error.__traceback__)])), "")
             raise AbsentError(
                 f"{self.path} runs on stage {origin.stage}; the shapes of its output can't be found here, "
-                f"since it looks at values{where}: {told}. Cut the model so that fewer ranks need them, or use "
-                "another implementation of this module (for experts: one without loops over them)."
+                f"since it looks at values{where}: {told}. Cut the model so that fewer ranks need them, or "
+                "use another implementation of this module (for experts: one without loops over them)."
             ).at(self.path) from error
         if mode.unsure is not None:
             # What outlives the forward is in its output, or in a state that it keeps.
