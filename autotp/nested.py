@@ -58,6 +58,15 @@ def fields_of(value: Any) -> dict[str, Any]:
     return dict(held)
 
 
+def unseen_parts(value: Any) -> list[Any]:
+    """What an object holds into which `map_parts` does not look: attributes, slots, a set's members."""
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+
+
 def _only_holds(kind: type) -> bool:
     own = [base for base in kind.__mro__ if base not in (object, types.SimpleNamespace)]
     if not all(base.__flags__ & _MADE_BY_CLASS for base in own):

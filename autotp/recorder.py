@@ -8,7 +8,7 @@ back an operand (`x.contiguous()`) is given an object of its own, so that the tw
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,7 +35,16 @@ from .errors import CaptureError
 from .ints import Attr, Dim
 from .known import Values
 from .lifting import BOUNDARY, SIZE_READS, Lifter
-from .nested import fields_of, has_tensor, map_tensors, own_objects, plain_containers, untracked, versions
+from .nested import (
+    fields_of,
+    has_tensor,
+    map_tensors,
+    own_objects,
+    plain_containers,
+    unseen_parts,
+    untracked,
+    versions,
+)
 from .sites import Frame, Site, autograd_function_frame, frames_below, is_internal
 from .skeleton import Skeleton
 
@@ -100,13 +109,13 @@ class Recorder(Lifter):
             self._refuse_hidden(part)
         hidden: list[torch.Tensor] = []
         if not parts and not isinstance(value, (tuple, list)):
-            map_tensors(dict(getattr(value, "__dict__", ())), lambda t: hidden.append(t) or t)  # type: ignore[func-returns-value]
-        if any(id(tensor) in self._nodes for tensor in hidden):
+            map_tensors(unseen_parts(value), lambda t: hidden.append(t) or t)  # type: ignore[func-returns-value]
+        if isinstance(value, Iterator) or any(id(tensor) in self._nodes for tensor in hidden):
             kind = type(value)
             raise CaptureError(
-                f"the model returns an object of {kind.__module__}.{kind.__qualname__}, a class with "
-                "methods, and autotp doesn't look for tensors in those: on a rank they could be parts. "
-                "Return a dict, a tuple, a dataclass, or an object of a class that has attributes only."
+                f"the model returns an object of {kind.__module__}.{kind.__qualname__}, and autotp doesn't "
+                "look for tensors in those: on a rank they could be parts. Return a dict, a tuple, a "
+                "dataclass, or an object of a class that has attributes only and no methods."
             )
 
     # --- torch calls ---

@@ -343,7 +343,19 @@ def test_outputs_in_an_object_of_the_users_are_whole(of: Any, pp: int) -> None:
         assert_close(got.inner["again"].logits, want.inner["again"].logits.detach(), EXACT)
 
 
-def test_outputs_in_an_object_with_methods_are_refused() -> None:
-    """They would be a rank's part: such an object may be a cache, which is not looked into."""
-    with pytest.raises(CaptureError, match=r"Measured, a class with methods.* Return a dict"):
-        autotp.plan(Speaks(Measured), tp=2, example_inputs={"input_ids": torch.arange(10).view(2, 5)})
+class Slotted:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Any, _: Any) -> None:
+        self.logits = logits
+
+
+@pytest.mark.parametrize(
+    "of",
+    [Measured, Slotted, lambda x, _: {x}, lambda x, _: iter([x])],
+    ids=["methods", "slots", "set", "iterator"],
+)
+def test_outputs_that_are_not_looked_into_are_refused(of: Any) -> None:
+    """They would be a rank's part: an object with methods may be a cache, which is the model's own."""
+    with pytest.raises(CaptureError, match=r"the model returns an object of .* Return a dict"):
+        autotp.plan(Speaks(of), tp=2, example_inputs={"input_ids": torch.arange(10).view(2, 5)})
