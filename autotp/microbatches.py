@@ -14,14 +14,14 @@ from .nested import map_tensors
 
 
 def split_batch(
-    batch: Mapping[str, Any], count: int, dims: Mapping[str, int] | None = None
+    batch: Mapping[str, Any], count: int, dims: Mapping[str, int | None] | None = None
 ) -> list[dict[str, Any]]:
     """`count` micro-batches of a batch: the arguments of the model by name.
 
     A tensor is cut along dim 0, or where that has another size than the batch (position ids of [3, batch,
     length]), along its only dim that has; dims states it by name, and must where the first two of more than
-    two dims have it. Numbers, None and tensors without dims go
-    to every micro-batch as they are.
+    two dims have it, or None for what has no rows (positions of [1, length]). That, numbers, None and tensors
+    without dims go to every micro-batch as they are.
 
     Raises TrainError where the rows can't be divided, or it is not clear which dim they are.
     """
@@ -33,9 +33,11 @@ def split_batch(
         raise TrainError(f"a batch of {rows} rows does not make {count} equal micro-batches. Choose "
                          f"microbatches that divide {rows} (a loader's drop_last=True keeps batches whole).")
     parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    stated = dims or {}
     for name, value in values.items():
         for i, part in enumerate(parts):
-            part[name] = map_tensors(value, _Cut(name, rows, i, count, (dims or {}).get(name)))
+            dim = stated.get(name, _GUESSED)
+            part[name] = value if dim is None else map_tensors(value, _Cut(name, rows, i, count, dim))
     return parts
 
 
@@ -57,15 +59,18 @@ def _rows(values: Mapping[str, Any]) -> int:
     return first[0]
 
 
+_GUESSED = "guessed"
+
+
 class _Cut:
-    def __init__(self, name: str, rows: int, part: int, count: int, dim: int | None) -> None:
+    def __init__(self, name: str, rows: int, part: int, count: int, dim: int | str) -> None:
         self.name, self.rows, self.part, self.count, self.dim = name, rows, part, count, dim
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
             return tensor
         dim = self.dim
-        if dim is None:
+        if isinstance(dim, str):
             fitting = [d for d, n in enumerate(tensor.shape) if n == self.rows]
             # [3, 3, length] may be position ids of three kinds for three rows: rows are not guessed there.
             guessed = tensor.dim() > 2 and fitting[:2] == [0, 1]
@@ -75,6 +80,7 @@ class _Cut:
                 found = "more than one dim" if fitting else "no dim"
                 raise TrainError(
                     f"{self.name}, of shape {list(tensor.shape)}, has {found} of the batch's {self.rows} "
-                    f'rows: say which it is with batch_dims={{"{self.name}": …}}.'
+                    f'rows: say which it is with batch_dims={{"{self.name}": …}}: None, if it has none and '
+                    "goes whole to every micro-batch."
                 )
         return torch.chunk(tensor, self.count, dim)[self.part]

@@ -33,7 +33,7 @@ def train_step(
     schedule: str = "1f1b",
     *,
     weigh: str = "tokens",
-    batch_dims: Mapping[str, int] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Tensor:
     """Forward and backward of `batch`, as `model(**batch).loss.backward()` of one process: the loss of the
     whole batch, the same on every rank (0 dims, no gradient). `.grad` accumulates; the caller steps the
@@ -41,8 +41,9 @@ def train_step(
 
     batch: the model's arguments by name, with labels: this copy's part of the data (`autotp.data_rank`), the
     same on its tp and pp ranks. It is cut into `microbatches` along the batch's rows; batch_dims says for an
-    argument which dim that is, where it is not the first. schedule: "1f1b", "gpipe", "interleaved" (several
-    stages a rank) or "zero-bubble"; with pp=1 micro-batches run one after another.
+    argument which dim that is, where it is not the first, or None: it has no rows, and goes to all. schedule:
+    "1f1b", "gpipe", "interleaved" (several stages a rank) or "zero-bubble"; with pp=1 micro-batches run one
+    after another.
 
     weigh: how micro-batches' losses make the batch's. "tokens": as the mean of torch's loss function that the
     model calls: by the places that are not ignored, over all micro-batches and copies; where the model

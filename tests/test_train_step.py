@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from distributed import run
 from models import MODELS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from whole import FLOAT32, assert_same_grads, full_grads
 
 import autotp
@@ -25,6 +26,7 @@ from autotp.errors import RankError, TrainError
 from autotp.losses import Watch, Weights, combined
 from autotp.mesh import Mesh
 from autotp.microbatches import split_batch
+from autotp.pipeline.deferred import Deferred
 from autotp.train import train_step
 from autotp.verify import relative_error
 
@@ -364,6 +366,21 @@ def test_copies_are_weighted_by_what_they_count() -> None:
     assert factor == 4 / 8 and loss == pytest.approx(torch.log(torch.tensor(2.0)).item())
 
 
+def test_what_is_checkpointed_is_not_put_off() -> None:
+    layers, deferred = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double(), Deferred()
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    layers(x).square().sum().backward()
+    want = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    with deferred:
+        out = layers[1](checkpoint(layers[0], x, use_reentrant=False))
+    out.square().sum().backward()
+    assert layers[0].weight.grad is not None and layers[1].weight.grad is None
+    deferred.take()()
+    for p, grad in zip(layers.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
 # ---------------------------------------------------------------- batches
 def test_rows_are_cut_where_they_are() -> None:
     batch = {"ids": torch.arange(12).view(4, 3), "positions": torch.zeros(3, 4, 2), "n": 7,
@@ -378,6 +395,8 @@ def test_rows_are_cut_where_they_are() -> None:
         split_batch(kinds, 2)
     assert split_batch(kinds, 2, {"position_ids": 1})[0]["position_ids"].shape == (4, 2, 5)
     assert split_batch({"x": torch.zeros(4, 2), "y": torch.zeros(4, 4)}, 2, {"y": 1})[0]["y"].shape == (4, 2)
+    shared = {"x": torch.zeros(4, 2), "y": torch.zeros(1, 2)}
+    assert split_batch(shared, 2, {"y": None})[1]["y"] is shared["y"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Penghui Qi et al., "Zero Bubble Pipeline Parallelism" (2023). The products with a weight (nn.Linear and what
 calls it so, transformers' Conv1D) take nearly all of backward; theirs are put off. The gradients of all other
-parameters are made at once. So no autograd graph is walked twice.
+parameters are made at once, and so are those of what is checkpointed: it runs again in backward, out of this
+mode's sight, and must save the same tensors. So no autograd graph is walked twice.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ..gradients import plain
+
+# The hooks that saved tensors go through, or None. Without it zero-bubble fails on what is checkpointed.
+_saves = torch._C._autograd._top_saved_tensors_default_hooks
 
 Product = tuple[Tensor, Tensor, Tensor]  # a parameter, and the factors of its gradient, [r, n] and [r, m]
 
@@ -56,7 +60,7 @@ class Deferred(TorchFunctionMode):
 
 def _puts_off(x: Any, weight: Any) -> bool:
     return (type(weight) is torch.nn.Parameter and weight.requires_grad and isinstance(x, Tensor)
-            and x.requires_grad and torch.is_grad_enabled()
+            and x.requires_grad and torch.is_grad_enabled() and _saves(False) is None
             and not torch.is_autocast_enabled(weight.device.type))  # fmt: skip
 
 
