@@ -83,13 +83,13 @@ def test_a_full_queue_keeps_the_sender_going_and_slots_are_far_apart():
     assert one.failed(1, 1) == 1 and one.failed(1, 0) is None
 
 
-def test_what_is_large_goes_in_pieces_while_it_is_taken_and_leaves_a_slot_when_it_is_not():
+def test_what_is_large_goes_in_pieces_while_it_is_taken_and_leaves_a_slot_when_it_is_not(monkeypatch):
     one, two = ends(2)
     data = torch.randint(0, 255, (one.room * 11 + 5,), dtype=torch.uint8)
-    assert one.stream(1, data, lambda here: (1, 0, len(data), here)) == (rings._SLOTS - 1) * one.room
+    assert one.stream(1, data, lambda here: (1, 0, len(data), here)) == one.room
     one.put(1, (1, 0, len(data), -1), None)
     assert one.flush()  # it found its slot
-    for _ in range(rings._SLOTS):
+    for _ in range(2):
         two.take(0, None)
 
     def take():
@@ -101,7 +101,8 @@ def test_what_is_large_goes_in_pieces_while_it_is_taken_and_leaves_a_slot_when_i
         got.extend(pieces)
 
     got = []
-    taker = threading.Thread(target=take)
+    monkeypatch.setattr(rings, "_TAKING", 30.0)  # on a loaded machine the taker may have to wait for its turn
+    taker = threading.Thread(target=take, daemon=True)
     taker.start()
     sent = one.stream(1, data, lambda here: (1, 1, len(data), here))
     taker.join(30)
@@ -138,6 +139,7 @@ def _talk(rank):
     if rank == 0:
         channel.send(big, 1)
         channel.send(torch.ones(2), 1)
+        channel.end()
         channel.fail("rank 0 gave up")
     else:
         channel.receive(big, cpu, 0)

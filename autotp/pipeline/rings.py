@@ -64,11 +64,13 @@ class Rings:
 
     def stream(self, to: int, data: Tensor, head: Callable[[int], Head]) -> int:
         """Send bytes in pieces, as long as the receiver takes them: how many went. Each has the head of its
-        length. One slot stays free for a message that says how the rest comes."""
+        length. No more than one lies there before one is taken, and one slot stays free for a message that
+        says how the rest comes."""
         queue, at, since = self._to[to], 0, 0.0
+        first = queue.at
         while at < len(data) and self.flush():
             piece = data[at : at + self.room]
-            if queue.free > (at + len(piece) < len(data)):
+            if queue.free > (at + len(piece) < len(data)) and (not at or queue.taken > first):
                 queue.write(head(len(piece)), piece)
                 at, since = at + len(piece), 0.0
                 continue
@@ -118,8 +120,12 @@ class _Queue:
         self.slots = [whole[first + i * step + _HEAD :][: rings.room] for i in range(_SLOTS)]
 
     @property
+    def taken(self) -> int:
+        return self.numbers[self.read]
+
+    @property
     def free(self) -> int:
-        return _SLOTS - (self.at - self.numbers[self.read])
+        return _SLOTS - (self.at - self.taken)
 
     def write(self, head: Head, data: Tensor | None) -> bool:
         if not self.free:
