@@ -10,7 +10,7 @@ from torch import nn
 
 from .advice import warn_replicated, warn_unexamined
 from .coded import adopted
-from .comm import Comm, ThreadComm, agree
+from .comm import Comm, ThreadComm
 from .data_parallel import keep_copies_alike
 from .degrees import Degree, chosen
 from .errors import AutotpError, CaptureError, PlanError
@@ -26,7 +26,7 @@ from .plan_key import plan_key
 from .planner import plan_and_analysis
 from .rewrite import rewrite
 from .rules import OwnRules
-from .same import SameBatch, same_weights
+from .same import SameBatch, agree, same_weights
 from .save import install_save
 from .state import ShardState, refuse_ddp, refuse_partial_saves
 

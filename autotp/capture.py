@@ -158,7 +158,11 @@ def _intercepted(recorder: Recorder, leaves: tuple[type[nn.Module], ...]) -> Ite
         for path, module in modules.items():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer is not before[path]["_buffers"].get(name):
-                    recorder.note_kept(f"{path}.{name}" if path else name, buffer)
+                    recorder.note_kept("kept_as", f"{path}.{name}" if path else name, buffer)
+            for name, value in vars(module).items():
+                if value is not before[path].get(name) and not name.startswith("_"):
+                    for _, tensor in tensors_in({name: value}):
+                        recorder.note_kept("set_as", f"{path}.{name}" if path else name, tensor)
     finally:
         for path, module in modules.items():
             module.__dict__.clear()

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .comm import Comm, agree
+from .comm import Comm
 from .errors import AutotpError, LaunchError
+from .same import agree
 from .search.find import choose_degrees
 
 Degree = int | Literal["auto"]

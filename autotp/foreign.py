@@ -104,6 +104,17 @@ def doubts(
     yield from _uncut(index, choice, hooked.packed)
 
 
+def parts_kept(index: GraphIndex, choice: Choice, placement: Placement) -> Iterator[str]:
+    """Attributes that the forward sets to what is a rank's part in a split model, in words."""
+    for node in index.nodes:
+        name = node.meta.get("set_as")
+        if name and (node in placement.sharded or any(node in f.inside for f in choice.flows.values())):
+            yield (
+                f"{name}: the forward sets it to a value that is split ({describe(node)}): it is the rank's "
+                "part. Return the value instead, or keep its module whole"
+            )
+
+
 def _ancestors(index: GraphIndex, nodes: list[fx.Node]) -> Iterator[fx.Node]:
     """The nodes and all that they are computed from, in the graph's order."""
     found, todo = set(nodes), list(nodes)

@@ -29,8 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autotp.comm import Comm, agree
+from autotp.comm import Comm
 from autotp.errors import AutotpError
+from autotp.same import agree
 
 # --- random states ------------------------------------------------------------------------------------------
 

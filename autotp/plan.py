@@ -156,7 +156,8 @@ class Plan:
     arguments: tuple[LocalArgument, ...]
     kept: Mapping[str, str]  # replicated weights: why
     notes: tuple[str, ...] = ()
-    unexamined: tuple[str, ...] = ()  # ways through the model's code that could not be recorded, and why
+    # Ways through the model's code that could not be recorded, and why; attributes that hold a rank's part.
+    unexamined: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)  # module -> role
     observed: tuple[
         Collective, ...

@@ -26,7 +26,7 @@ from .data_ways import everywhere
 from .errors import AutotpError, CaptureError, PlanError, PolicyError
 from .experts import Experts, exchanges, find_experts, set_apart
 from .flow import Flow
-from .foreign import Hooked, doubts, hooks_of
+from .foreign import Hooked, doubts, hooks_of, parts_kept
 from .graph import GraphIndex, describe
 from .inputs import bind_inputs, improved
 from .inputs import example_inputs as make_inputs
@@ -265,6 +265,7 @@ def plan_and_analysis(
             checked = check_plan(quiet, result, found)
             ways = _check_ways(model, quiet, result, found, hooked, checked)
             unseen = ways.unseen
+            unseen += parts_kept(found.index, found.choice, found.placement)
             if checked.unseen is not None:
                 unseen.append(f"decoding with a cache: {checked.unseen}")
             result = replace(

@@ -202,10 +202,10 @@ class Recorder(Lifter):
             if id(tensor) in self._nodes:
                 self._nodes[id(tensor)].meta[mark] = True
 
-    def note_kept(self, name: str, tensor: torch.Tensor) -> None:
-        """`tensor`, made in the run, has become the buffer `name`."""
+    def note_kept(self, how: str, name: str, tensor: torch.Tensor) -> None:
+        """`tensor`, made in the run, has become the buffer (`kept_as`) or attribute (`set_as`) `name`."""
         if id(tensor) in self._nodes:
-            self._nodes[id(tensor)].meta["kept_as"] = name
+            self._nodes[id(tensor)].meta[how] = name
 
     def _read(
         self,

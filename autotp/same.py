@@ -1,4 +1,4 @@
-"""What ranks must hold alike: the weights before they are split, the batches afterwards."""
+"""What ranks must hold alike: the weights before they are split, the batches afterwards, outcomes."""
 
 from __future__ import annotations
 
@@ -119,3 +119,43 @@ def same_batch(batch: dict[str, Tensor], comm: Comm, mode: str = "") -> None:
                 "on one batch together: let each load part `i` of `n` of the data, "
                 "`i, n = autotp.data_rank(model)`, with the same seed."
             )
+
+
+# ---------------------------------------------------------------- one outcome on all ranks
+def agree(comm: Comm, outcome: str | BaseException) -> None:
+    """Make sure that all ranks stand at the same point with the same `outcome`, before what can't be undone.
+
+    `outcome` is a text that must be equal on all ranks (a digest or a printed plan), or the exception that
+    this rank met instead. Either all ranks return, or all raise RankError: with the failed ranks and the
+    first one's error, or with the ranks that differ and the first line in which they do. Never hangs while
+    every rank calls it.
+    """
+    failed = isinstance(outcome, BaseException)
+    text = f"{type(outcome).__name__}: {outcome}" if failed else outcome
+    told = comm.exchange((failed, text))
+    failures = [(rank, said) for rank, (bad, said) in enumerate(told) if bad]
+    if failures:
+        ranks = ", ".join(str(rank) for rank, _ in failures)
+        message = f"failed on rank {ranks} of {comm.size}; rank {failures[0][0]} says: {failures[0][1]}"
+        raise RankError(message) from (outcome if isinstance(outcome, BaseException) else None)
+    groups: dict[Any, list[int]] = {}
+    for rank, (_, said) in enumerate(told):
+        groups.setdefault(said, []).append(rank)
+    if len(groups) > 1:
+        (one, one_ranks), (two, two_ranks) = list(groups.items())[:2]
+        raise RankError(f"the ranks disagree: rank {_names(one_ranks)} has {_difference(one, two)}, rank "
+                        f"{_names(two_ranks)} has {_difference(two, one)}. Give every rank the same model, "
+                        "inputs, policy and versions.")
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _difference(text: str, other: str) -> str:
+    """The first line of `text` that is not the same in `other`."""
+    lines, others = text.splitlines() or [""], other.splitlines() or [""]
+    for number, line in enumerate(lines):
+        if number >= len(others) or line != others[number]:
+            return repr(line) if len(lines) == 1 else f"{line.strip()!r} (line {number + 1})"
+    return f"nothing after line {len(lines)}"

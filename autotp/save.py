@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .coded import CodedWeight
-from .comm import Comm, ProcessComm, ShapeComm, agree
+from .comm import Comm, ProcessComm, ShapeComm
 from .errors import AutotpError, CheckpointError, RankError
 from .layouts import DimLayout, local_size, take_dim
 from .lazy import LazyTensor, lazy, read_in_blocks
@@ -30,6 +30,7 @@ from .pipeline.absent import Absent
 from .plan import Plan
 from .pretrained import Files, saved_entries, saved_names, split_into_files
 from .quantised import is_packed
+from .same import agree
 from .save_quantised import taken_apart, whole_packed
 from .state import Held, whole_of_copies
 from .tensorfiles import FileWriter, Region, in_file_order, whole_region
@@ -53,9 +54,8 @@ def save(
     save_original_format: as for transformers' save_pretrained. A model that is not of transformers gives one
     model.safetensors.
 
-    Every rank must call it: one that waits longer than `patience` seconds for the others raises RankError.
-    Raises CheckpointError where a tensor can't be stored (a quantised one, say), and RankError where rank 0
-    could not write."""
+    Every rank must call it: one that waits more than `patience` seconds for the others raises RankError. Raises
+    CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
     comm, held = split_of(model)
     world = everyone(model)
     meet(world, "autotp.save", patience)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .ahead import fetched_ahead
 from .api import mesh_over, split_model
 from .checkpoint import locate, open_checkpoint
-from .comm import Comm, ProcessComm, agree
+from .comm import Comm, ProcessComm
 from .data_parallel import keep_copies_alike
 from .errors import AutotpError, CheckpointError
 from .lazy import fill, read, sources
@@ -33,6 +33,7 @@ from .pretrained import (
     untied,
 )
 from .quantised import components, is_packed, put_in, rebuilt
+from .same import agree
 from .tensorfiles import FileTensor, Region, whole_region
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from distributed import run
 
-from autotp.comm import ProcessComm, ShapeComm, agree, simulate
+from autotp.comm import ProcessComm, ShapeComm, simulate
 from autotp.errors import RankError
+from autotp.same import agree
 
 
 def collectives(comm):

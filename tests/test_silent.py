@@ -268,3 +268,30 @@ def test_where_nothing_else_can_be_split_the_reason_is_told() -> None:
     model.mlp = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(PlanError, match="a hook on its gradient would see a part of it"):
         autotp.parallelize(copy.deepcopy(model), comm=ShapeComm(0, 2), example_inputs={"x": X.float()})
+
+
+# --- what the model's code keeps on its modules -----------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = Mlp(), nn.LayerNorm(16)
+        self.seen: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.mlp.up(x))
+        self.seen = [hidden]
+        self.last = self.norm(self.mlp.down(hidden))
+        return self.last
+
+
+def test_attributes_that_hold_a_part_are_told() -> None:
+    plan = autotp.plan(randomise(Keeps().double()), 2, example_inputs={"x": X})
+    assert plan.params["mlp.up.weight"].layout is not None
+    (line,) = plan.unexamined
+    assert line.startswith("seen: the forward sets it to a value that is split (the model: relu")
+    with pytest.warns(UserWarning, match="seen: the forward sets it"):
+        simulate(2, lambda comm: autotp.parallelize(Keeps(), comm=comm, example_inputs={"x": X.float()}))
+    assert_as_whole(Keeps)

@@ -222,6 +222,41 @@ def test_four_ranks_and_one_that_is_killed(tmp_path: Path) -> None:
         )
 
 
+def _frozen(rank: int, trained: list[str], pp: int) -> tuple[float, float]:
+    """The norms that clipping meets where only the parameters `trained` are."""
+    model, inputs = MODELS["llama_gqa"]()
+    if pp > 1:
+        autotp.parallelize(model, 1, pp, stages=pp, example_inputs=inputs)
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in trained))
+    batch, norms = padded_batch(inputs), []
+    for _ in range(2):
+        model.zero_grad()
+        if pp > 1:
+            train_step(model, batch, 4)
+        else:
+            model(**batch).loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+    return norms[1], clipped
+
+
+@pytest.mark.parametrize(
+    ("pp", "trained", "trains"),
+    [
+        (2, ["lm_head"], [False, True]),
+        (4, ["embed_tokens", "lm_head"], [True, False, False, True]),
+    ],
+    ids=["one of two", "two of four"],
+)
+def test_stages_that_train_nothing_are_not_waited_for(
+    pp: int, trained: list[str], trains: list[bool]
+) -> None:
+    norm, clipped = _frozen(0, trained, 1)
+    for kind, found in zip(trains, run(pp, _frozen, trained, pp, timeout=120), strict=True):
+        assert found == (pytest.approx((norm, clipped), rel=FLOAT32) if kind else (0.0, 0.0))
+
+
 @pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])
 def test_one_stage_accumulates(tp: int, dp: int, count: int) -> None:
     def one(world: Any) -> Any:

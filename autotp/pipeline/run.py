@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import Comm
 from ..errors import AbsentError, AutotpError, RankError
 from ..nested import map_tensors
 from .absent import Absent, Home, Origin, is_missing
@@ -100,6 +101,7 @@ class Pipeline:
         self.forms = Forms()
         self.runner: Any = None                  # of the last training step: `schedule.Runner`
         self.failed = ""                         # what a training step failed of
+        self.trained: dict[tuple[bool, ...], Comm] = {}   # by which ranks have gradients: this one's likes
         self.trains: Callable[[], bool] = lambda: True   # whether parameters want gradients
         self.lies: Callable[[], torch.device] = lambda: device     # where the tensors are now
         self._hops = hops(stages, rank, size)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from ..comm import ProcessComm, timeout_of
+from ..comm import Comm, ProcessComm, timeout_of
 from ..errors import PlanError, RankError, TrainError
 from ..gradients import marked, plain, spread_of
 from ..losses import Watch, Weights, weighted
@@ -250,10 +250,26 @@ def sum_shared(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
 
 def mark_gradients(model: nn.Module, pipeline: Pipeline, mesh: Mesh) -> None:
     """Give the gradients the norms of the whole model: of all stages, what several hold counted once."""
-    for name, param in model.named_parameters():
-        if is_missing(param) or param.grad is None:
-            continue
+    own = [(n, p, p.grad) for n, p in model.named_parameters() if not is_missing(p) and p.grad is not None]
+    stages = _with_gradients(bool(own), pipeline, mesh)
+    for name, param, grad in own:
         spread = spread_of(param) or Spread()
         counts = pipeline.holders(name)[0] == pipeline.rank
-        spread = replace(spread, stages=(mesh.pp, counts))
-        param.grad = marked(plain(param.grad), spread)
+        if stages is not None:
+            spread = replace(spread, stages=(stages, counts))
+        param.grad = marked(plain(grad), spread)
+
+
+def _with_gradients(own: bool, pipeline: Pipeline, mesh: Mesh) -> Comm | None:
+    """The ranks of the pipeline that have gradients: others come to no norm. None: at most this one."""
+    has = torch.zeros(mesh.pp.size, device=pipeline.lies())
+    has[mesh.pp.rank] = float(own)
+    told = tuple(bool(n) for n in mesh.pp.all_reduce(has).tolist())
+    if all(told):
+        return mesh.pp
+    if told not in pipeline.trained:
+        groups = [[r for r, trains in enumerate(told) if trains == kind] for kind in (True, False)]
+        comm: Any = mesh.pp
+        pipeline.trained[told] = comm.split([group for group in groups if group])
+    found = pipeline.trained[told]
+    return found if found.size > 1 else None

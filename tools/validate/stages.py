@@ -23,7 +23,7 @@ from models import MODELS, NAN_WHEN_LEFT_PADDED, NOT_GENERATING, hf  # noqa: E40
 from whole import EXACT, FLOAT32, logits_of  # noqa: E402
 
 import autotp  # noqa: E402
-from autotp.comm import agree  # noqa: E402
+from autotp.same import agree  # noqa: E402
 from autotp.verify import relative_error  # noqa: E402
 
 NAMES = (
