@@ -54,7 +54,7 @@ def save(
     save_original_format: as for transformers' save_pretrained. A model that is not of transformers gives one
     model.safetensors.
 
-    Every rank must call it: one that waits more than `patience` seconds for the others raises RankError. Raises
+    Every rank must call it: one that waits over `patience` seconds for the others raises RankError. Raises
     CheckpointError where a tensor can't be stored, and RankError where rank 0 could not write."""
     comm, held = split_of(model)
     world = everyone(model)
