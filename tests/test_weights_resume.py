@@ -130,7 +130,10 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
                 assert set(found) == set(want)
                 for key, value in want.items():
                     error = float((found[key] - value).abs().max())
-                    assert error <= 1e-9 * max(1.0, float(value.abs().max())), (turn, name, key, error)
+                    # Llama's norms are float32 inside: what the losses were scaled by, other numbers over
+                    # copies than in one process, shows in the eighth digit of their gradients.
+                    close = 1e-6 if name == "llama_tied" else 1e-9
+                    assert error <= close * max(1.0, float(value.abs().max())), (turn, name, key, error)
 
 
 @pytest.fixture
