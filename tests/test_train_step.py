@@ -257,6 +257,25 @@ def test_stages_that_train_nothing_are_not_waited_for(
         assert found == (pytest.approx((norm, clipped), rel=FLOAT32) if kind else (0.0, 0.0))
 
 
+def _frozen_later(rank: int, pp: int) -> float:
+    """The norm of two steps' gradients, where the first stage trains in the first step alone."""
+    model, inputs = MODELS["llama_gqa"]()
+    if pp > 1:
+        autotp.parallelize(model, 1, pp, stages=pp, example_inputs=inputs)
+    for turn in range(2):
+        for name, param in model.named_parameters():
+            param.requires_grad_("lm_head" in name or turn == 0)
+        if pp > 1:
+            train_step(model, padded_batch(inputs), 4)
+        else:
+            model(**padded_batch(inputs)).loss.backward()
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+
+
+def test_gradients_of_steps_before_come_to_the_norm() -> None:
+    assert run(2, _frozen_later, 2, timeout=120) == [pytest.approx(_frozen_later(0, 1), rel=FLOAT32)] * 2
+
+
 @pytest.mark.parametrize(("tp", "dp", "count"), [(1, 1, 4), (2, 2, 2)])
 def test_one_stage_accumulates(tp: int, dp: int, count: int) -> None:
     def one(world: Any) -> Any:
