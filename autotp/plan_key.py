@@ -66,7 +66,7 @@ def plan_key(model: nn.Module, **asked: Any) -> PlanKey | None:
         digest.value(asked)
         digest.value(model)
         digest.modules()
-    except (_NoKeyError, RecursionError):
+    except Exception:  # besides _NoKeyError: objects of the user's may raise anything when looked at
         return None
     return PlanKey(digest.sha.hexdigest(), digest.codes)
 
@@ -254,7 +254,8 @@ class _Digest:
             if name in done or type(module) is not ModuleType:
                 continue
             done.add(name)
-            if _package(name) not in packages:
+            loose = _ours(name) and not _installed(name)
+            if _package(name) not in packages and not loose:
                 if _ours(name):
                     self.version(sys.modules.get(_package(name)))
                 continue
@@ -263,7 +264,7 @@ class _Digest:
             for key, value in sorted(vars(module).items()):
                 if not key.startswith("__"):
                     self.put(key)
-                    self.part(value, strings=name in self._own)
+                    self.part(value, strings=name in self._own, data=loose)
 
     def version(self, package: ModuleType | None) -> None:
         """A package that the model's code only uses."""
@@ -272,8 +273,9 @@ class _Digest:
             self.put(f"{package.__name__} {getattr(package, '__version__', '')}")
             self.file(file)
 
-    def part(self, value: Any, strings: bool) -> None:
-        """What a Python module, or a class, has under a name."""
+    def part(self, value: Any, strings: bool, data: bool = False) -> None:
+        """What a Python module, or a class, has under a name. data: of a file that is not installed, where
+        settings may be what a command line said."""
         if isinstance(value, _PLAIN if strings else _NUMBERS) and not isinstance(value, enum.Enum):
             self.put(repr(value) if _is_stable(value) else "a hash")
         elif isinstance(value, ModuleType):
@@ -283,6 +285,8 @@ class _Digest:
             if _ours(value.__module__):
                 self._modules.setdefault(value.__module__)
                 self.members(value)
+        elif data and not self.function(value):
+            self.value(value)
         elif isinstance(value, (dict, tuple, list)):
             if strings and not isinstance(value, dict):
                 self.bound(list(value), held=False)
@@ -300,7 +304,8 @@ class _Digest:
             for key, value in sorted(vars(kind).items()):
                 if not isinstance(value, type) and (not key.startswith("__") or inspect.isfunction(value)):
                     self.put(key)
-                    self.part(value, strings=False)
+                    loose = _ours(kind.__module__) and not _installed(kind.__module__)
+                    self.part(value, strings=False, data=loose)
 
 
 def _functions_in(held: Any) -> Iterator[Any]:
@@ -322,6 +327,11 @@ def _package(name: str) -> str:
 def _ours(module: str) -> bool:
     """Whether a Python module is not torch's, autotp's or the standard library's: those have versions."""
     return _package(module) not in _VERSIONED
+
+
+def _installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _is_stable(value: Any) -> bool:

@@ -25,6 +25,7 @@ from autotp.plan_key import plan_key
 
 SCALE = 3
 REGISTRY = {"gelu": F.gelu}
+SETTINGS, ARGUMENTS = {"heads": 4}, SimpleNamespace(heads=4)  # as a command line may fill them
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +132,8 @@ CHANGES: dict[str, Any] = {
     "a function of the file": lambda m, p: p.setattr(f"{__name__}.activation", other_activation),
     "a number of the file": lambda m, p: p.setattr(f"{__name__}.SCALE", 4),
     "what a registry holds": lambda m, p: p.setitem(REGISTRY, "gelu", other_activation),
+    "a dict of the file": lambda m, p: p.setitem(SETTINGS, "heads", 8),
+    "an object of the file": lambda m, p: p.setattr(ARGUMENTS, "heads", 8),
     "torch's linear": lambda m, p: p.setattr(F, "linear", lambda x, w, b=None: x @ w.T),
     "a tensor's method": lambda m, p: p.setattr(torch.Tensor, "relu", other_activation),
     "nn.Linear's forward": lambda m, p: p.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T),
