@@ -1,14 +1,17 @@
 """What users ask of predict and search that no published table has: odd numbers, other models"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, LlamaConfig, MambaConfig
 
 from autotp.errors import SearchError
-from autotp.search.counts import count
+from autotp.search.counts import _counted, count
 from autotp.search.find import search
 from autotp.search.predict import predict
+from autotp.search.scans import extended, merged
 
 
 def counted(config, seq):
@@ -96,3 +99,33 @@ def test_eager_attention_is_divided_by_heads():
     assert w.head_ways == 8
     layer = next(u for u in w.units if u.layer)
     assert np.allclose([m.elements for m in layer.messages], 64 * 128)
+
+
+def test_attention_sinks_hide_neither_queries_nor_keys():
+    config = GptOssConfig(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=32,
+        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=128,
+        layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    workload = counted(config, 32)
+    layer = workload.units[workload.order[1]]
+    (found,) = layer.attentions
+    assert (found.heads, found.kv_heads, found.size, found.keys) == (8, 2, 16, 32) and not found.dropout
+    assert all(p.weight for p in layer.products)
+
+
+def test_what_runs_once_a_token_is_counted_at_short_lengths():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=8)
+        )
+    got, want = count(model, 48), _counted(model, 48, None, None)
+    assert got.flops() == want.flops() and got.logits == want.logits and got.parameters == want.parameters
+    assert got.units == tuple(merged(u) for u in want.units)
+
+
+def test_tokens_that_do_different_things_are_refused(llama8):
+    first, *others = llama8.units
+    more = replace(first, products=[*first.products, replace(first.products[0], cols=7.0)])
+    with pytest.raises(SearchError, match="once a token"):
+        extended(llama8, replace(llama8, seq=4096, units=(more, *others)), 8192)

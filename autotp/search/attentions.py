@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..graph import GraphIndex, tensors_of
 
@@ -23,17 +26,30 @@ def core_of(index: GraphIndex, node: fx.Node) -> tuple[set[fx.Node], list[fx.Nod
             continue
         core.add(n)
         facts = index.facts(n)
-        dropout |= "dropout" in str(getattr(n.target, "__name__", n.target))
+        dropout |= drops_out(index, n)
         if facts and any(c.how == "sum" for c in facts.contracts) and len(index.operands[n]) in (2, 3):
             products.append(n)
             continue
-        size = _numel(n)
-        todo += [op.node for op in index.operands[n] if _numel(op.node) >= size]
+        # Scores are the largest of what is put together; attention sinks add a column to them, or drop it.
+        sizes = [_numel(op.node) for op in index.operands[n]]
+        least = min(_numel(n), max(sizes, default=0))
+        todo += [op.node for op, size in zip(index.operands[n], sizes, strict=True) if size >= least]
     first = products[0] if products else node
     # of three, the first is added to the product
     q, k = [op.node for op in index.operands[first]][-2:] if products else (scores, scores)
     values = next(n for n in args if n is not scores)
     return core, [q, _untransposed(index, k), values], bool(dropout)
+
+
+def drops_out(index: GraphIndex, node: fx.Node) -> bool:
+    """Whether a node is a dropout that drops anything in this run."""
+    if node.op == "call_module":
+        module: Any = index.captured.skeleton.get_submodule(str(node.target))
+        return isinstance(module, _DropoutNd) and module.p > 0 and index.captured.training
+    args, kwargs = node.meta.get("args", ()), node.meta.get("kwargs", {})
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return getattr(node.target, "__name__", "") == "dropout" and bool(p) and bool(training)
 
 
 def _untransposed(index: GraphIndex, node: fx.Node) -> fx.Node:

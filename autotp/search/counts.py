@@ -38,6 +38,7 @@ from .attentions import core_of
 from .messages import messages
 from .recorded import analysed, inputs_of
 from .regions import traffic
+from .scans import LENGTHS, Unrolled, extended
 from .shorten import LayerList, layer_lists, shortened
 from .workload import Attention, Product, Shares, Unit, Workload
 
@@ -50,6 +51,19 @@ def count(model: nn.Module, seq: int | None = None, example: Mapping[str, Any] |
     no sequence to size, CaptureError where it can't be recorded.
     """
     small = None if example is not None or seq is None else inputs_of(model, None)
+    try:
+        return _counted(model, seq, example, small)
+    except Unrolled:
+        if seq is None or seq <= LENGTHS[1]:
+            return _counted(model, seq, example, None)
+        short, long = (_counted(model, n, None, None) for n in LENGTHS)
+        return extended(short, long, seq)
+
+
+def _counted(
+    model: nn.Module, seq: int | None, example: Mapping[str, Any] | None, small: Mapping[str, Any] | None
+) -> Workload:
+    """One run, recorded at its size; small: inputs on which the axes are chosen."""
     inputs = dict(example) if example is not None else inputs_of(model, seq)
     lists = layer_lists(model)
     short = any(len(one.first) < len(one.kinds) for one in lists)

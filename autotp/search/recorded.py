@@ -11,9 +11,11 @@ from torch import nn
 
 from ..capture import capture
 from ..errors import AutotpError, SearchError
+from ..graph import tensors_of
 from ..inputs import example_inputs
 from ..planner import Analysis, analyse
 from ..recapture import hollow
+from .scans import Unrolled
 
 
 def inputs_of(model: nn.Module, seq: int | None) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def inputs_of(model: nn.Module, seq: int | None) -> dict[str, Any]:
 
 def analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, Any] | None) -> Analysis:
     """The graph at the size of `inputs`, with the axes chosen on `small` ones: those `parallelize` would
-    choose.
+    choose. Raises Unrolled where the graph has operations for each token.
     """
     twin = hollow(model)
     try:
@@ -48,6 +50,8 @@ def analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, An
         found = analyse(twin.eval(), 2, small or inputs)
     if small is None:
         return found
+    if _unrolled(twin, small, len(found.captured.graph.nodes)):
+        raise Unrolled
     large = list(capture(twin, **inputs).graph.nodes)
     nodes = list(found.captured.graph.nodes)
     if [n.target for n in large] != [n.target for n in nodes] and [str(n) for n in large] != [
@@ -58,3 +62,12 @@ def analysed(model: nn.Module, inputs: Mapping[str, Any], small: Mapping[str, An
         if "val" in sized.meta:
             node.meta["val"] = sized.meta["val"]
     return found
+
+
+def _unrolled(model: nn.Module, small: Mapping[str, Any], operations: int) -> bool:
+    """Whether the graph, of so many operations at the tokens of `small`, has more of them for each of twice
+    as many."""
+    tokens = max((t.shape[1] for t in tensors_of(tuple(small.values())) if t.ndim == 2), default=0)
+    return tokens > 0 and (
+        len(capture(model, **inputs_of(model, 2 * tokens)).graph.nodes) >= operations + tokens
+    )

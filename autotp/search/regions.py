@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..graph import GraphIndex, has_tensor, tensors_of
+from .attentions import drops_out
 
 SizeByWays = dict[int, float]
 
@@ -145,19 +145,7 @@ class _Regions:
         into[key] = into.get(key, 0.0) + _numel(node)
 
     def _drops(self, node: fx.Node) -> bool:
-        if node in self.anchors:
-            return False
-        if node.op == "call_module":
-            module: Any = self.index.captured.skeleton.get_submodule(str(node.target))
-            return (
-                isinstance(module, torch.nn.modules.dropout._DropoutNd)
-                and module.p > 0
-                and self.index.captured.training
-            )
-        args = node.meta.get("args", ())
-        p = node.meta.get("kwargs", {}).get("p", args[1] if len(args) > 1 else 0.5)
-        training = node.meta.get("kwargs", {}).get("training", args[2] if len(args) > 2 else True)
-        return getattr(node.target, "__name__", "") == "dropout" and bool(p) and bool(training)
+        return node not in self.anchors and drops_out(self.index, node)
 
     def _saved(self) -> dict[fx.Node, int]:
         """Values kept for the backward, each once, with the unit that keeps it."""
