@@ -1,9 +1,9 @@
 """Fit a cluster's constants to the fit rows of the tables that ran on it. Held-out rows are not looked at.
 
-    python -m tools.validate.fit dgx-a100 dgx-a100-4nic
+    python -m tools.validate.fit dgx-a100 dgx-a100-4nic [--crossed]
 
-prints the constants; they are put into the YAML by hand. Nelder and Mead (1965) on the mean absolute log
-error, a table weighing as the root of its rows.
+prints the constants; they are put into the YAML by hand. Nelder and Mead (1965) on `error`. With --crossed
+the constants are fitted to the held-out rows, too, and every row is judged by those that have not seen it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from autotp.search.fitting import nelder_mead
 from autotp.search.predict import Config, train
 
 from .models import Models
+from .report import line, outcomes
 from .tables import Case, training
 
 Vector = np.ndarray
 
-# What may move, by cluster family: a path into the cluster, and whether all named clusters share it.
+# What may move, by cluster family.
 FREE = {
     "dgx-a100": [
         "gpu.sustained",
         "gpu.half_k",
         "software.launch_us",
         "software.straggle",
-        "software.traffic",
+        "software.overlap_sharp",
+        "software.hop_us",
         "software.step_ms",
-        "links.0.bandwidth",
-        "links.1.bandwidth",
     ],
     "dgx-h100": [
         "gpu.sustained",
         "software.launch_us",
-        "software.traffic",
+        "software.hop_us",
         "software.tp_overlap",
         "software.dp_overlap",
         "software.pp_overlap",
@@ -50,34 +50,38 @@ FREE = {
 
 def put(cluster: Cluster, path: str, value: float) -> Cluster:
     """The cluster with one constant replaced."""
-    head, *rest = path.split(".")
-    if head == "links":
-        links = list(cluster.links)
-        changed: dict[str, Any] = {rest[1]: value}
-        links[int(rest[0])] = replace(links[int(rest[0])], **changed)
-        return replace(cluster, links=tuple(links))
-    return replace(cluster, **{head: replace(getattr(cluster, head), **{rest[0]: value})})
+    part, name = path.split(".")
+    changed: dict[str, Any] = {part: replace(getattr(cluster, part), **{name: value})}
+    return replace(cluster, **changed)
 
 
 def get(cluster: Cluster, path: str) -> float:
     """One constant of a cluster."""
-    head, *rest = path.split(".")
-    if head == "links":
-        return float(getattr(cluster.links[int(rest[0])], rest[1]))
-    return float(getattr(getattr(cluster, head), rest[0]))
+    part, name = path.split(".")
+    return float(getattr(getattr(cluster, part), name))
 
 
 def error(cases: list[Case], clusters: dict[str, Cluster]) -> float:
-    """Mean over the tables, by the root of their rows, of the mean absolute log error."""
-    tables: dict[str, list[float]] = defaultdict(list)
+    """Mean over the tables, each weighing the same: of the mean absolute log error, and of how far the errors
+    of runs that are ranked among each other differ (their standard deviation)."""
+    tables: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
-        name, _, nodes = case.cluster.partition(":")
-        machine = replace(clusters[name], nodes=int(nodes or 1))
-        time = train(case.workload, machine, config(case), simulated=False).step_time
+        time = train(case.workload, machine(case, clusters), config(case), simulated=False).step_time
         # a few rows of every table are off by a factor of two for reasons of their own
-        tables[case.table].append(min(abs(np.log(time / case.measured)), 0.3))
-    weights = np.sqrt([len(v) for v in tables.values()])
-    return float(np.average([np.mean(v) for v in tables.values()], weights=weights))
+        off = float(np.clip(np.log(time / case.measured), -0.3, 0.3))
+        tables[case.table][case.group].append(off)
+    errors = []
+    for groups in tables.values():
+        every = np.concatenate([np.array(g) for g in groups.values()])
+        apart = [np.std(g) * len(g) for group, g in groups.items() if group]
+        errors.append(np.abs(every).mean() + sum(apart) / len(every))
+    return float(np.mean(errors))
+
+
+def machine(case: Case, clusters: dict[str, Cluster]) -> Cluster:
+    """A case's cluster, with the constants of `clusters`."""
+    name, _, nodes = str(case.cluster).partition(":")
+    return replace(clusters[name], nodes=int(nodes or 1))
 
 
 def config(case: Case) -> Config:
@@ -88,41 +92,47 @@ def config(case: Case) -> Config:
     return Config(**options)
 
 
-def main(names: list[str], steps: int = 160) -> None:
-    """Fit and print."""
-    models, rng = Models(), np.random.default_rng(0)
-    cases = [
-        c
-        for c in training(models)
-        if c.fit and c.what == "time" and c.cluster.split(":")[0] in names and c.table != "SC21 table 2"
-    ]
-    single = [c for c in cases if c.table == "vTrain single-node"]
-    chosen = {id(single[i]) for i in rng.permutation(len(single))[:90]}
-    cases = [c for c in cases if c.table != "vTrain single-node" or id(c) in chosen]
-    base = {name: load(name) for name in names}
-    # bandwidth between nodes and the like belong to one cluster each
-    free = [(path, [n]) for path in FREE[names[0]] for n in names if path.startswith("links.1")]
-    free += [(path, names) for path in FREE[names[0]] if not path.startswith("links.1")]
-    start = np.array([get(base[owners[0]], path) for path, owners in free])
-    unit = np.array(["overlap" in path for path, _ in free])
+def fitted(cases: list[Case], names: list[str], steps: int = 160) -> dict[str, Cluster]:
+    """The named clusters with the constants of FREE that fit the cases best. Prints them."""
+    base, free = {name: load(name) for name in names}, FREE[names[0]]
+    share = np.array([path.endswith("_overlap") for path in free])
+    start = np.array([get(base[names[0]], path) for path in free])
+    some = np.clip(start, 0.05, 0.95)
+    first = np.where(share, np.log(some / (1 - some)), np.log(np.maximum(start, 1e-3)))
+
+    def values(x: Vector) -> Vector:
+        return np.where(share, 1 / (1 + np.exp(-x)), np.exp(x))
 
     def clusters(x: Vector) -> dict[str, Cluster]:
         made = dict(base)
-        for (path, owners), value in zip(free, np.where(unit, 1 / (1 + np.exp(-x)), np.exp(x)), strict=True):
-            for name in owners:
-                made[name] = put(made[name], path, float(value))
+        for path, value in zip(free, values(x), strict=True):
+            made = {name: put(cluster, path, float(value)) for name, cluster in made.items()}
         return made
 
-    first = np.where(
-        unit,
-        np.log(np.clip(start, 0.05, 0.95) / (1 - np.clip(start, 0.05, 0.95))),
-        np.log(np.maximum(start, 1e-3)),
-    )
-    print(f"{len(cases)} rows; before: {error(cases, base):.4f}")
     best, value = nelder_mead(lambda x: error(cases, clusters(x)), first, 0.15, steps)
-    print(f"after: {value:.4f}")
-    for (path, owners), v in zip(free, np.where(unit, 1 / (1 + np.exp(-best)), np.exp(best)), strict=True):
-        print(f"  {path:28} {v:10.4g}  {', '.join(owners)}")
+    print(f"{len(cases)} rows; before: {error(cases, base):.4f}, after: {value:.4f}")
+    print(", ".join(f"{path}: {v:.4g}" for path, v in zip(free, values(best), strict=True)), flush=True)
+    return clusters(best)
+
+
+def main(arguments: list[str]) -> None:
+    """Fit and print."""
+    names = [a for a in arguments if not a.startswith("--")]
+    cases = [c for c in training(Models()) if str(c.cluster).split(":")[0] in names and c.what == "time"]
+
+    def part(fit: bool) -> list[Case]:
+        return [c for c in cases if c.fit == fit]
+
+    def unlike(some: list[Case]) -> list[Case]:
+        return [c for c in some if c.table != "SC21 table 2"]  # judged by its order alone
+
+    ours = fitted(unlike(part(True)), names)
+    if "--crossed" not in arguments:
+        return
+    others = fitted(unlike(part(False)), names)
+    judged = [replace(c, cluster=machine(c, others if c.fit else ours)) for c in cases]
+    for table in dict.fromkeys(c.table for c in judged):
+        print(line(table, outcomes(c for c in judged if c.table == table), "crossed"), flush=True)
 
 
 if __name__ == "__main__":

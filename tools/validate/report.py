@@ -34,10 +34,8 @@ def outcomes(cases: Iterable[Case]) -> list[Outcome]:
             continue
         p = predict(case.workload, case.cluster, **case.options)
         if case.what == "memory":
-            left_out = case.notes.get("without", ())
-            found.append(
-                Outcome(case, float(sum(v for k, v in p.memory_breakdown.items() if k not in left_out)))
-            )
+            kinds = case.notes.get("kinds") or p.memory_breakdown
+            found.append(Outcome(case, float(sum(p.memory_breakdown[k] for k in kinds))))
         else:
             found.append(Outcome(case, p.step_time))
     return found

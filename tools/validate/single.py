@@ -1,24 +1,22 @@
 """What vTrain's single-node table is made of, and how well it can be ranked.
 
-    python -m tools.validate.single [--halves]
+    python -m tools.validate.single
 
 Its times are `a + b L + m (c + d L)`, to the last digit without data parallelism, for L layers and m
 micro-batches of one width, tp and micro-batch: they were put together from measured pieces. So d, the
 milliseconds of a layer, can be solved for. Then the runs are ranked by times in which pieces are not, or not
-quite, known; and with --halves by the model, on random halves of the table.
+quite, known.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from .models import Models
-from .report import choices, outcomes, spearman
-from .tables import rows, vtrain
+from .report import spearman
+from .tables import GROUP, rows
 
 Row = dict[str, Any]
 Piece = tuple[int, int, int]  # hidden, tp, micro-batch
@@ -28,7 +26,7 @@ LAUNCHED = 3.7  # milliseconds: layers that take less are bound by the host, at 
 def table() -> list[Row]:
     """The rows as numbers; m: micro-batches of a rank."""
     found: list[Row] = []
-    for row, fit in rows("vtrain_ground_truth_single"):
+    for row, fit in rows("vtrain_ground_truth_single", *GROUP):
         r: Row = {k: float(v) if k == "iter_ms" else int(v) for k, v in row.items()}
         found.append(r | {"fit": fit, "m": r["gbs"] // r["dp"] // r["mbs"]})
     return found
@@ -63,7 +61,7 @@ def ranked(found: list[Row], guess: dict[Piece, float], known: dict[Piece, float
             piece = r["hidden"], r["tp"], r["mbs"]
             off = guess.get(piece, 0.0) - known[piece] if piece in guess else 0.0
             time = r["iter_ms"] + off * r["layers"] / r["pp"] * (r["m"] + r["pp"] - 1)
-            groups[r["gpus"], r["gbs"], r["hidden"], r["layers"]].append((time, r["iter_ms"]))
+            groups[tuple(r[k] for k in GROUP)].append((time, r["iter_ms"]))
         pairs = [np.array(v) for v in groups.values() if len(v) >= 3]
         regret = np.mean([t[t[:, 0].argmin(), 1] / t[:, 1].min() - 1 for t in pairs])
         order = np.mean([spearman(t[:, 0], t[:, 1]) for t in pairs])
@@ -72,7 +70,7 @@ def ranked(found: list[Row], guess: dict[Piece, float], known: dict[Piece, float
 
 
 def main() -> None:
-    """Print both parts."""
+    """Print all of it."""
     found = table()
     known, residuals = pieces(found)
     for name, copies in (("dp=1", False), ("dp>1", True)):
@@ -93,25 +91,11 @@ def main() -> None:
     for seed in range(3):
         noise = np.random.default_rng(seed).normal(0, 0.1, len(known))
         print(f"10% error a piece ({seed}): {ranked(found, guessed(known, noise), known)}")
-    if "--halves" in sys.argv:
-        print(f"the model on 60 random halves: {halves()}")
 
 
 def guessed(known: dict[Piece, float], errors: np.ndarray) -> dict[Piece, float]:
     """The pieces with an error each."""
     return {k: ms * float(np.exp(e)) for (k, ms), e in zip(known.items(), errors, strict=True)}
-
-
-def halves() -> str:
-    """The model's rank correlation and regret on random halves of the table, grouped as the report does."""
-    found = outcomes(vtrain(Models(), "single"))
-    drawn = np.random.default_rng(0).random((60, len(found))) < 0.5
-    chosen = [choices([o for o, ours in zip(found, half, strict=True) if ours]) for half in drawn]
-    orders, regrets = np.array([c[2] for c in chosen]), np.array([c[0] for c in chosen])
-    return (
-        f"Spearman {orders.mean():.3f} +- {orders.std():.3f} ({orders.min():.3f} to {orders.max():.3f}), "
-        f"regret {regrets.mean():.1%} +- {regrets.std():.1%}"
-    )
 
 
 if __name__ == "__main__":

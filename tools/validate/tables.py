@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autotp.search.cluster import Cluster
 from autotp.search.regions import Traffic
 from autotp.search.workload import Shares, Workload
 
@@ -30,7 +31,7 @@ class Case:
     name: str
     measured: float
     workload: Workload
-    cluster: str
+    cluster: str | Cluster
     options: dict[str, Any]
     fit: bool
     what: str = "time"
@@ -38,16 +39,21 @@ class Case:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def rows(name: str) -> Iterator[tuple[dict[str, str], bool]]:
-    """The rows of a CSV, each with whether it is of the fit part."""
+def rows(name: str, *ranked: str) -> Iterator[tuple[dict[str, str], bool]]:
+    """The rows of a CSV, each with whether it is of the fit part: by a hash of the row, or of the columns
+    `ranked`, so that runs that are alike in them, to be ranked among each other, are of one part."""
     with open(DATA / f"{name}.csv") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            yield row, zlib.crc32(repr(sorted(row.items(), key=lambda kv: str(kv[0]))).encode()) % 2 == 0
+            key = {k: row[k] for k in ranked} or row
+            yield row, zlib.crc32(repr(sorted(key.items(), key=lambda kv: str(kv[0]))).encode()) % 2 == 0
+
+
+GROUP = ("gpus", "gbs", "hidden", "layers")  # of vTrain's runs
 
 
 def vtrain(models: Models, part: str) -> Iterator[Case]:
     """Megatron-DeepSpeed on A100, full recomputation, 1F1B. part: `multi` or `single`."""
-    for row, fit in rows(f"vtrain_ground_truth_{part}"):
+    for row, fit in rows(f"vtrain_ground_truth_{part}", *GROUP):
         r = {k: int(v) for k, v in row.items() if k not in ("iter_ms", "params_b")}
         nodes = max(1, r["gpus"] // 8)
         yield Case(
@@ -58,7 +64,7 @@ def vtrain(models: Models, part: str) -> Iterator[Case]:
             f"dgx-a100-4nic:{nodes}",
             dict(tp=r["tp"], pp=r["pp"], dp=r["dp"], batch=r["gbs"], micro_batch=r["mbs"], recompute="full"),
             fit,
-            group=(r["gpus"], r["gbs"], r["hidden"], r["layers"]),
+            group=tuple(r[k] for k in GROUP),
         )
 
 
@@ -154,29 +160,32 @@ def korthikanti(models: Models) -> Iterator[Case]:
             dict(**o, recompute="selective", sequence_parallel=True),
             fit,
         )
-    # The figure counts the layers alone: the embedding's parameters and its dropout's mask are left out.
+    # The figure counts the layers alone: 18 bytes of 12 h^2 parameters each, and what they keep. So it is
+    # compared with that, column by column, and the first stage as it is with both columns' sum.
     names = {"megatron-22B": "22B", "gpt3-175B": "175B", "turing-530B": "530B", "megatron-1T": "1T"}
     for r, fit in rows("korthikanti_fig1_memory"):
         workload, cluster, o = options(configs[names[r["model"]]])
-        state = float(r["param_opt_gib"]) * 2**30
-        for label, key, extra in (
-            ("none", "act_gib_no_recompute", {}),
-            (
-                "selective + SP",
-                "act_gib_seq_plus_selective",
-                dict(recompute="selective", sequence_parallel=True),
-            ),
+        layers, state = _layers_only(workload), float(r["param_opt_gib"])
+        kept, short = float(r["act_gib_no_recompute"]), float(r["act_gib_seq_plus_selective"])
+        selective = dict(recompute="selective", sequence_parallel=True)
+        activations = ("activations",)
+        for part, gib, counted, extra, kinds in (
+            ("state", state, layers, {}, ("weights", "gradients", "optimizer")),
+            ("activations", kept, layers, {}, activations),
+            ("activations", short, layers, selective, activations),
+            ("whole stage", state + kept, workload, {}, ()),
+            ("whole stage", state + short, workload, selective, ()),
         ):
             yield Case(
-                "Korthikanti figure 1",
-                f"{r['model']} {label}",
-                state + float(r[key]) * 2**30,
-                _layers_only(workload),
+                f"Korthikanti figure 1, {part}",
+                f"{r['model']}{' selective + SP' if extra else ''}",
+                gib * 2**30,
+                counted,
                 cluster,
                 {**o, **extra},
                 fit,
                 "memory",
-                notes={"without": ("logits", "layer at work", "loose gradient")},
+                notes={"kinds": kinds},
             )
 
 
