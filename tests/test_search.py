@@ -147,6 +147,18 @@ def test_layers_are_numbered_not_of_different_kinds():
     assert len(shortened(model, [layers]).model.layers) == 1 and len(model.model.layers) == 6
 
 
+def test_layers_of_two_sorts_are_numbered_by_where_they_stand():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"ab"[i % 3 == 2]: nn.Linear(4, 4)}) for i in range(6))
+    for i, layer in enumerate(model.layers):
+        next(layer.children()).layer_idx = i
+    (layers,) = layer_lists(model)
+    assert layers.kinds == (0, 0, 1, 0, 0, 1) and layers.first == (0, 2)
+    model.layers[3]["a"].width = 7
+    (layers,) = layer_lists(model)
+    assert layers.kinds == (0, 0, 1, 2, 0, 1)
+
+
 def test_encoder_decoder_runs_both_stacks():
     with torch.device("meta"):
         config = T5Config(d_model=64, d_kv=16, num_heads=4, d_ff=128, num_layers=3, vocab_size=256)

@@ -81,14 +81,14 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(layers: nn.ModuleList) -> set[tuple[str, str]]:
-    """The settings that only number the layers, from 0 or from 1: they make no kind."""
-    held: dict[tuple[str, str], list[Any]] = {}
-    for layer in layers:
+    """The settings that only number the layers that have them, from 0 or from 1: they make no kind."""
+    offsets: dict[tuple[str, str], set[Any]] = {}
+    for i, layer in enumerate(layers):
         for name, module in layer.named_modules():
             for key, value in _settings(module):
-                held.setdefault((name, key), []).append(value)
-    counts = [list(range(first, first + len(layers))) for first in (0, 1)]
-    return {key for key, values in held.items() if values in counts}
+                numbers = isinstance(value, int) and not isinstance(value, bool)
+                offsets.setdefault((name, key), set()).add(value - i if numbers else None)
+    return {key for key, found in offsets.items() if found in ({0}, {1})}
 
 
 def _branch(module: nn.Module) -> nn.Module:
