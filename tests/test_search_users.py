@@ -124,6 +124,14 @@ def test_what_runs_once_a_token_is_counted_at_short_lengths():
     assert got.units == tuple(merged(u) for u in want.units)
 
 
+def test_a_token_of_a_recurrence_costs_the_same_wherever_it_stands():
+    config = MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, state_size=8)
+    first, later = (
+        predict(counted(config, seq), "dgx-h100", mode="generate", batch=4).step_time for seq in (64, 1024)
+    )
+    assert later == pytest.approx(first, rel=0.02)
+
+
 def test_tokens_that_do_different_things_are_refused(llama8):
     first, *others = llama8.units
     more = replace(first, products=[*first.products, replace(first.products[0], cols=7.0)])

@@ -67,16 +67,25 @@ def decode_units(workload: Workload) -> list[Unit]:
     def per_token(shares):
         return {k: v / n for k, v in shares.items()}
 
+    def once_a_token(p):  # in batches, as a recurrence
+        return not p.weight and p.batch >= n and p.batch % n == 0
+
+    def product(p):
+        if once_a_token(p):
+            return replace(p, batch=p.batch / n)
+        return replace(p, rows=p.rows / n if p.weight else max(1.0, p.rows / n))
+
+    def kernels(unit):  # those of the other tokens' steps are not there, if each step was one
+        others = (n - 1) * sum(once_a_token(p) for p in unit.products)
+        return unit.traffic.kernels - (others if unit.traffic.kernels >= others else 0)
+
     return [
         replace(
             unit,
-            products=[
-                replace(p, rows=p.rows / n) if p.weight else replace(p, rows=max(1.0, p.rows / n))
-                for p in unit.products
-            ],
+            products=[product(p) for p in unit.products],
             attentions=[replace(a, queries=1, causal=False) for a in unit.attentions],
             messages=[replace(m, elements=m.elements / n) for m in unit.messages],
-            traffic=replace(unit.traffic, forward=per_token(unit.traffic.forward)),
+            traffic=replace(unit.traffic, forward=per_token(unit.traffic.forward), kernels=kernels(unit)),
             output=unit.output / n,
         )
         for unit in workload.units
