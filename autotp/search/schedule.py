@@ -8,7 +8,7 @@ what another stage sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +96,11 @@ def simulate(
     ranks: int,
     send: float = 0.0,
     weights: Sequence[float] | None = None,
+    single: Mapping[tuple[str, int, int], float] | None = None,
 ) -> Timeline:
     """Run a schedule. forward, backward: seconds of each stage (ranks * virtual of them) for one micro-batch;
     `weights`: of `backward`, the part that zero-bubble puts off (half, if not given). send: seconds between
-    two stages."""
+    two stages. single: seconds of actions that took otherwise, by kind, stage and micro-batch."""
     stages = len(forward)
     order = orders(schedule, ranks, microbatches, stages // ranks)
     late = [b / 2 for b in backward] if weights is None else list(weights)
@@ -122,8 +123,9 @@ def simulate(
                 break
             hop = send if needs is not None and needs[1] != action.stage and needs[1] % ranks != rank else 0.0
             start = max(clock[rank], ready.get(needs, 0.0) + hop if needs is not None else 0.0)
-            end = start + length[action.kind][action.stage]
-            ready[action.kind, action.stage, action.microbatch] = end
+            key = action.kind, action.stage, action.microbatch
+            end = start + (single or {}).get(key, length[action.kind][action.stage])
+            ready[key] = end
             rows.append((rank, action, start, end))
             clock[rank], at[rank], busy[rank] = end, at[rank] + 1, busy[rank] + end - start
             other = (action.stage + (1 if action.kind == "F" else -1)) % ranks

@@ -3,11 +3,12 @@
 `python tools/bench/pp_bench.py` starts two processes over gloo, one thread each, and times `train_step` of a
 stack of equal MLPs: when each forward and backward began and ended. The bubble is the share of the time from
 the first one's begin to the last one's end in which ranks are idle. The simulation
-(`autotp/search/schedule.py`) is given the mean time that each stage's forwards and backwards took in the same
-step (the last one's with the loss), and what a message between the processes takes, measured alone before
-(`hop`). What a step has before and after its actions is no part of a schedule, and has a column of its own;
-the search has it in `step_ms`. Both need a core for each process and nothing else running: the row is that of
-the shortest of the rounds' steps, since other work only adds to one, with the median of all beside it.
+(`autotp/search/schedule.py`) is given the time that each forward and backward took in the same step, and what
+a message between the processes takes, measured alone before (`hop`): what is compared is the order of the
+actions, what waits for what, and what lies between them. What a step has before and after its actions is no
+part of a schedule, and has a column of its own; the search has it in `step_ms`. Both need a core for each
+process and nothing else running: the row is that of the shortest of the rounds' steps, since other work only
+adds to one, with the median of all beside it.
 
 `--tokens 256` makes a micro-batch, and so each action, that much smaller; real ones take long.
 
@@ -204,20 +205,15 @@ def compared(pp: int, schedule: str, count: int, seconds: float, sent: float, ra
     stages = pp * STAGES[schedule]
     times = [tuple(action) for rank in ranks for action in rank["times"]]
     length = max(end for *_, end in times) - min(begin for *_, begin, _ in times)
-
-    def mean(kind: str) -> list[float]:
-        spent: list[list[float]] = [[] for _ in range(stages)]
-        for this, stage, begin, end in times:
-            if this == kind:
-                spent[stage].append(end - begin)
-        return [statistics.fmean(of_one or [0.0]) for of_one in spent]
-
-    forward, weights = mean("F"), mean("W")
-    backward = [b + w for b, w in zip(mean("B"), weights, strict=True)]
-    if seconds:
-        forward, backward, weights = [seconds] * stages, [2 * seconds] * stages, [seconds] * stages
-    run = simulate(schedule, forward, backward, count, ranks=pp, weights=weights, send=sent)
-    busy = sum(run.busy)  # of means: what all actions took
+    single: dict[tuple[str, int, int], float] = {}
+    done: dict[tuple[str, int], int] = {}  # a stage runs its micro-batches in order
+    for kind, stage, begin, end in sorted(times, key=lambda action: action[2]):
+        at = done[kind, stage] = done.get((kind, stage), -1) + 1
+        naps = 2 if kind == "B" and schedule != "zero-bubble" else 1
+        single[kind, stage, at] = naps * seconds or end - begin
+    none = [0.0] * stages  # every action's own time is known
+    run = simulate(schedule, none, none, count, ranks=pp, weights=none, send=sent, single=single)
+    busy = sum(run.busy)
     whole = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
     return Step(whole, length, run.length, 1 - busy / (pp * length), 1 - busy / (pp * run.length))
 
