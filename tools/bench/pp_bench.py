@@ -1,25 +1,22 @@
 """The bubble of each pipeline schedule, measured, beside what the search's simulation says.
 
 `python tools/bench/pp_bench.py` starts two processes over gloo, one thread each, and times `train_step` of a
-stack of equal MLPs: when each forward and backward began and ended. The bubble is the share of the time from
-the first one's begin to the last one's end in which ranks are idle. The simulation
-(`autotp/search/schedule.py`) is given the time that each forward and backward took in the same step, and what
-a message between the processes takes, measured alone before (`hop`): what is compared is the order of the
-actions, what waits for what, and what lies between them. What a step has before and after its actions is no
-part of a schedule, and has a column of its own; the search has it in `step_ms`. Both need a core for each
-process and nothing else running: the row is that of the shortest of the rounds' steps, since other work only
-adds to one, with the median of all beside it.
+stack of equal MLPs: when each forward and backward began, and when a rank began to wait for another. The
+bubble is the share of the time from the first one's begin to the last one's end in which ranks are idle. The
+simulation (`autotp/search/schedule.py`) is given the time that each forward and backward took in the same
+step, its messages sent, and what a message then takes until it is there, measured before (`hop`). A rank that
+sends or runs the library's Python is not idle: that has a column, `between`. What a step
+has before and after its actions is no part of a schedule, and has a column of its own; the search has it in
+`step_ms`. Both need a core for each process and nothing else running: the row is that of the shortest of the
+rounds' steps, since other work only adds to one, with the median of all beside it.
 
 `--tokens 256` makes a micro-batch, and so each action, that much smaller; real ones take long.
-
-`--sleep 0.2` puts sleep in the place of computing: a block's forward, its backward to inputs and that to
-weights take 0.2 s each, whatever else the machine does, and the simulation is told just that. So what is
-measured is the schedule itself, its messages and the library's own Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -32,49 +29,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from launch import launch, say, telling_errors  # noqa: E402
 
 WIDTH, HIDDEN = 512, 2048
-HOPS = 100  # messages to and fro that are timed
+HOPS = 50  # messages that are timed
 BLOCKS = 8  # of a model that computes: as many in each stage
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # a rank
 KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
-Times = list[tuple[str, int, float, float]]  # kind, stage, begin and end, by the machine's clock
-
-
-class Nap(torch.autograd.Function):
-    """Its argument; forward and backward take their time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        if not x.is_meta:  # another stage has the values
-            time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-class Sleeper(nn.Module):
-    """A block that sleeps as long in its forward as in either half of its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(8, 8), 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.linear.weight.register_hook(lambda grad: time.sleep(seconds))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Nap.apply(self.linear(x), self.seconds)
+Times = list[tuple[str, int, float, float]]  # kind, stage (-1: a wait), begin, end, by the machine's clock
 
 
 class Block(nn.Module):
@@ -89,9 +56,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Equal blocks behind an embedding of little work, so that gradients reach the first one, too."""
 
-    def __init__(self, blocks: list[nn.Module], width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(16, width), nn.ModuleList(blocks)
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
 
     def forward(self, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -100,26 +68,21 @@ class Stack(nn.Module):
         return F.mse_loss(x, target)
 
 
-def built(pp: int, stages: int, seconds: float, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model in `stages` stages over the ranks, one block in each where blocks sleep; one micro-batch."""
+def built(pp: int, stages: int, tokens: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model in `stages` stages over the ranks; one micro-batch."""
     import autotp
 
     torch.manual_seed(0)
-    blocks = [Sleeper() for _ in range(stages)] if seconds else [Block() for _ in range(BLOCKS)]
-    width, tokens = (8, 1) if seconds else (WIDTH, tokens)
-    model = Stack(list(blocks), width)
-    batch = {"ids": torch.zeros(1, tokens, dtype=torch.long), "target": torch.zeros(1, tokens, width)}
-    starts = [f"blocks.{len(blocks) * i // stages}" for i in range(1, stages)]
+    model = Stack()
+    batch = {"ids": torch.zeros(1, tokens, dtype=torch.long), "target": torch.zeros(1, tokens, WIDTH)}
+    starts = [f"blocks.{BLOCKS * i // stages}" for i in range(1, stages)]
     autotp.parallelize(model, tp=1, pp=pp, stages=starts, example_inputs=batch)
-    for block in blocks:
-        if isinstance(block, Sleeper) and not hasattr(block.linear.weight, "origin"):  # not another stage's
-            block.sleep(seconds)
     return model, batch
 
 
 def watch(times: Times) -> None:
-    """Note when forwards and backwards of this process run: those of torch's stages, from their call to its
-    end."""
+    """Note when forwards and backwards of this process run, those of torch's stages, from their call to its
+    end; and when its schedules wait for messages."""
 
     def timed(run: Any, kind: str) -> Any:
         def one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,26 +96,36 @@ def watch(times: Times) -> None:
 
     for name, kind in KINDS.items():
         setattr(PipelineStage, name, timed(getattr(PipelineStage, name), kind))
+    wait = schedules._wait_batch_p2p
+
+    def waiting(work: Any) -> None:
+        start = time.perf_counter()
+        wait(work)
+        times.append(("wait", -1, start, time.perf_counter()))
+
+    schedules._wait_batch_p2p = waiting
 
 
 def hop(numel: int) -> float:
-    """Seconds of a message from one process to the next, sent as torch's schedules send it."""
-    rank, times, message = dist.get_rank(), [], torch.zeros(numel)
+    """Seconds of a message from one process to the next, sent as torch's schedules send it: the receiver
+    waits for it, the sender goes on with its next action, which gloo's threads share a core with."""
+    rank, moments, message = dist.get_rank(), [], torch.zeros(numel)
+    block, x = Block(), torch.zeros(numel // WIDTH, WIDTH)
     for _ in range(HOPS):
-        start = time.perf_counter()
         if rank == 0:
-            dist.isend(message, 1).wait()  # type: ignore[union-attr]
-            dist.irecv(message, 1).wait()  # type: ignore[union-attr]
+            moments.append(time.perf_counter())
+            sent = dist.isend(message, 1)
+            block(x)
+            sent.wait()  # type: ignore[union-attr]
         elif rank == 1:
             dist.irecv(message, 0).wait()  # type: ignore[union-attr]
-            dist.isend(message, 0).wait()  # type: ignore[union-attr]
-        times.append((time.perf_counter() - start) / 2)
-    return statistics.median(times)
+            moments.append(time.perf_counter())
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, moments)
+    return statistics.median(end - start for start, end in zip(of_ranks[0], of_ranks[1], strict=True))
 
 
-def worker(
-    pp: int, schedules: list[str], counts: list[int], rounds: int, seconds: float, tokens: int
-) -> None:
+def worker(pp: int, schedules: list[str], counts: list[int], rounds: int, tokens: int) -> None:
     """One rank: of every schedule and number of micro-batches, when its steps ran, and what was done when."""
     from autotp import train_step
 
@@ -161,9 +134,9 @@ def worker(
     times: Times = []
     watch(times)
     found = []
-    sent = hop(8 if seconds else tokens * WIDTH)
+    sent = hop(tokens * WIDTH)
     for schedule in schedules:
-        model, one = built(pp, pp * STAGES[schedule], seconds, tokens)
+        model, one = built(pp, pp * STAGES[schedule], tokens)
         for count in counts:
             batch = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in one.items()}
             steps = []
@@ -185,49 +158,62 @@ def worker(
 @dataclass
 class Step:
     """One step. All in seconds. actions: from the first one's begin to the last one's end; simulated: those.
-    measured, expected: shares that are bubble."""
+    measured, expected: shares that are bubble. between: neither computing nor waiting, of a rank."""
 
     whole: float
     actions: float
     simulated: float
     measured: float
     expected: float
+    between: float
 
     @property
     def off(self) -> float:
         return self.measured / self.expected - 1
 
 
-def compared(pp: int, schedule: str, count: int, seconds: float, sent: float, ranks: list[Any]) -> Step:
+def compared(pp: int, schedule: str, count: int, sent: float, ranks: list[Any]) -> Step:
     """A step beside its simulation, from what every rank noted of it."""
     from autotp.search.schedule import simulate
 
     stages = pp * STAGES[schedule]
-    times = [tuple(action) for rank in ranks for action in rank["times"]]
-    length = max(end for *_, end in times) - min(begin for *_, begin, _ in times)
+    of_ranks = [busy_times(rank["times"]) for rank in ranks]
+    length = max(end for rank in of_ranks for *_, end in rank) - min(rank[0][2] for rank in of_ranks)
     single: dict[tuple[str, int, int], float] = {}
     done: dict[tuple[str, int], int] = {}  # a stage runs its micro-batches in order
-    for kind, stage, begin, end in sorted(times, key=lambda action: action[2]):
+    for kind, stage, begin, end in itertools.chain(*of_ranks):
         at = done[kind, stage] = done.get((kind, stage), -1) + 1
-        naps = 2 if kind == "B" and schedule != "zero-bubble" else 1
-        single[kind, stage, at] = naps * seconds or end - begin
+        single[kind, stage, at] = end - begin
     none = [0.0] * stages  # every action's own time is known
     run = simulate(schedule, none, none, count, ranks=pp, weights=none, send=sent, single=single)
     busy = sum(run.busy)
     whole = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
-    return Step(whole, length, run.length, 1 - busy / (pp * length), 1 - busy / (pp * run.length))
+    computing = sum(end - begin for rank in ranks for kind, _, begin, end in rank["times"] if kind != "wait")
+    between = sum(end - begin for *_, begin, end in itertools.chain(*of_ranks)) - computing
+    shares = 1 - busy / (pp * length), 1 - busy / (pp * run.length)
+    return Step(whole, length, run.length, *shares, between / pp)
 
 
-def row(pp: int, seconds: float, ranks: list[dict[str, Any]]) -> list[str]:
+def busy_times(times: Times) -> Times:
+    """A rank's actions in order, each until the rank waits or the next one begins."""
+    times = sorted(times, key=lambda one: one[2])
+    found: Times = []
+    for i, (kind, stage, begin, end) in enumerate(times):
+        if kind != "wait":
+            found.append((kind, stage, begin, times[i + 1][2] if i + 1 < len(times) else end))
+    return found
+
+
+def row(pp: int, ranks: list[dict[str, Any]]) -> list[str]:
     """Of one schedule and number of micro-batches, from what every rank found."""
     schedule, count, sent = ranks[0]["schedule"], ranks[0]["count"], ranks[0]["hop"]
-    steps = [compared(pp, schedule, count, seconds, sent, list(of_one))
+    steps = [compared(pp, schedule, count, sent, list(of_one))
              for of_one in zip(*(rank["steps"] for rank in ranks), strict=True)]  # fmt: skip
     best = min(steps, key=lambda step: step.actions)
     return [
         schedule, str(count), f"{best.actions:.3f}", f"{best.simulated:.3f}", f"{best.measured:.1%}",
         f"{best.expected:.1%}", f"{best.off:+.1%}", f"{statistics.median(step.off for step in steps):+.1%}",
-        f"{1000 * (best.whole - best.actions):.0f}",
+        f"{1000 * best.between:.0f}", f"{1000 * (best.whole - best.actions):.0f}",
     ]  # fmt: skip
 
 
@@ -237,14 +223,12 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedules", nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch, where blocks compute")
-    parser.add_argument("--sleep", type=float, default=0.0, help="seconds; 0: blocks compute")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
     if options.worker:
         with telling_errors():
-            worker(options.pp, options.schedules, options.microbatches, options.rounds, options.sleep,
-                   options.tokens)  # fmt: skip
+            worker(options.pp, options.schedules, options.microbatches, options.rounds, options.tokens)
         return 0
 
     from rich.progress import Progress
@@ -259,10 +243,10 @@ def main() -> int:
 
         ranks = launch(__file__, [*sys.argv[1:], "--worker"], options.pp, show)
     head = ["schedule", "micro-batches", "actions (s)", "simulated (s)", "bubble", "simulated", "off by",
-            "median", "beside (ms)"]  # fmt: skip
+            "median", "between (ms)", "beside (ms)"]  # fmt: skip
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for of_one in zip(*(rank["found"] for rank in ranks), strict=True):
-        rows.append(row(options.pp, options.sleep, list(of_one)))
+        rows.append(row(options.pp, list(of_one)))
     print(f"a message takes {1000 * ranks[0]['found'][0]['hop']:.2f} ms\n")
     print("\n".join("| " + " | ".join(cells) + " |" for cells in rows))
     return 0
