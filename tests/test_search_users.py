@@ -12,6 +12,7 @@ from autotp.search.counts import _counted, count
 from autotp.search.find import search
 from autotp.search.predict import predict
 from autotp.search.scans import extended, merged
+from autotp.search.states import with_states
 
 
 def counted(config, seq):
@@ -137,3 +138,40 @@ def test_tokens_that_do_different_things_are_refused(llama8):
     more = replace(first, products=[*first.products, replace(first.products[0], cols=7.0)])
     with pytest.raises(SearchError, match="once a token"):
         extended(llama8, replace(llama8, seq=4096, units=(more, *others)), 8192)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "llama"])
+def test_states_are_those_that_a_prefill_leaves(kind):
+    """Bytes, against the tensors that a real run leaves in its cache or on its modules."""
+    from transformers import AutoConfig
+
+    small = {"vocab_size": 64, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+    own = {
+        "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "conv_kernel": 4},
+        "recurrent_gemma": {"intermediate_size": 64, "num_key_value_heads": 1, "lru_width": 32},
+        "llama": {"intermediate_size": 64},
+    }[kind]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **own)).eval().bfloat16()
+    workload = with_states(count(model, 8), model)
+    with torch.no_grad():
+        output = model(torch.ones(1, 24, dtype=torch.long), use_cache=True)
+    if kind == "mamba2":
+        layers = output.cache_params.layers
+        kept = [t for layer in layers for t in (layer.conv_states, layer.recurrent_states)]
+        left = sum(t.numel() * t.element_size() for t in flat(kept))
+    elif kind == "recurrent_gemma":
+        blocks = [m for m in model.modules() if hasattr(m, "conv1d_state") or hasattr(m, "recurrent_states")]
+        left = sum(
+            t.numel() * t.element_size()
+            for m in blocks
+            for t in (getattr(m, "conv1d_state", None), getattr(m, "recurrent_states", None))
+            if t is not None
+        )
+    else:
+        left = 0
+    assert sum(workload.units[i].state for i in workload.order) == left
+    assert (left > 0) == (kind != "llama")
+
+
+def flat(tensors):
+    return [t for one in tensors for t in (one.values() if isinstance(one, dict) else [one])]

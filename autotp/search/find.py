@@ -17,6 +17,7 @@ from .cost import dtype_named
 from .counts import count
 from .predict import RECOMPUTE, Config, Prediction, predict, train
 from .result import BATCH, FINE, ROUNDS, TOO_BIG, Rejected, SearchResult
+from .states import with_states
 from .table import Costs, Table, evaluate
 from .workload import Workload
 
@@ -46,6 +47,8 @@ def search(
     machine = load(cluster)
     dtype = dtype_named(dtype)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
+    if mode == "generate" and not isinstance(model, Workload):
+        workload = with_states(workload, model)
     if seq is not None and workload.seq != seq:
         raise SearchError(
             f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."

@@ -109,9 +109,11 @@ def table_gradient(workload: Workload, tp: Array) -> Array:
 
 
 def cache(unit: Unit, tp: Array, sequences: Array, context: float, dtype: str) -> Array:
-    """Bytes of a unit's keys and values of `sequences` sequences of `context` tokens."""
+    """Bytes of a unit's keys and values of `sequences` sequences of `context` tokens, and of its states.
+
+    Those are taken as whole on every rank: recurrences divide theirs in ways that no attention shows."""
     width = max(1.0, BYTES[dtype])
-    total = np.zeros(tp.shape)
+    total = np.full(tp.shape, unit.state)
     for a in unit.attentions:
         total = total + a.kv_heads * share(tp, a.kv_heads) * (a.size + a.value_size) * context * width
     return total * sequences

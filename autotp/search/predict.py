@@ -18,6 +18,7 @@ from .counts import count
 from .data_parallel import data_parallel
 from .generate import generation
 from .schedule import SCHEDULES, Timeline, balanced, simulate
+from .states import with_states
 from .workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
@@ -146,6 +147,8 @@ def predict(
         machine = replace(machine, software=replace(machine.software, fused_attention=attention == "fused"))
     dtype = dtype_named(dtype)
     workload = model if isinstance(model, Workload) else count(model, seq, example_inputs)
+    if mode == "generate" and not isinstance(model, Workload):
+        workload = with_states(workload, model)
     if seq is not None and workload.seq != seq:
         raise SearchError(
             f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."

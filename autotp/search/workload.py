@@ -105,6 +105,7 @@ class Unit:
     experts: Shares = field(default_factory=Shares)  # of params: those of which a token uses a part
     table: float = 0.0  # of params: elements that are looked up, not multiplied
     output: float = 0.0  # elements it hands to the next unit
+    state: float = 0.0  # bytes that generation keeps of a sequence whatever its length
 
 
 @dataclass(frozen=True)
