@@ -301,10 +301,10 @@ class _Digest:
     def members(self, kind: type) -> None:
         if id(kind) not in self._met:
             self._met[id(kind)] = (len(self._met), kind)
+            loose = _ours(kind.__module__) and not _installed(kind.__module__)
             for key, value in sorted(vars(kind).items()):
                 if not isinstance(value, type) and (not key.startswith("__") or inspect.isfunction(value)):
                     self.put(key)
-                    loose = _ours(kind.__module__) and not _installed(kind.__module__)
                     self.part(value, strings=False, data=loose)
 
 
