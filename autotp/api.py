@@ -204,6 +204,11 @@ def _stage_count(pp: int, stages: Sequence[str] | int | None) -> tuple[int, Sequ
     """How many stages there are, and where they are cut if that is stated."""
     if stages is None:
         return pp, None
+    if not isinstance(stages, (int, str, list, tuple)) or isinstance(stages, bool):
+        raise PlanError(
+            f"stages={stages!r}: give a number of stages, or the names of the units with which stages 2, 3, "
+            "and so on begin (`autotp dump --pp 2` lists them)."
+        )
     count = stages if isinstance(stages, int) else pp if isinstance(stages, str) else len(stages) + 1
     if count % pp or count < pp:
         given = f"{count} stages" if isinstance(stages, int) else f"the {count - 1} cuts in stages"

@@ -86,6 +86,11 @@ def bind_inputs(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | to
     Raises CaptureError where they do not fit the signature of the model's forward.
     """
     signature = inspect.signature(model.forward)
+    if not isinstance(inputs, (Mapping, list, tuple, torch.Tensor)):
+        raise CaptureError(
+            f"The example inputs are of type {type(inputs).__name__}: give a dict by argument name, or a "
+            f"tuple in the order of {type(model).__name__}.forward{signature}."
+        )
     if isinstance(inputs, Mapping):
         args: tuple[Any, ...] = ()
         kwargs = dict(inputs)

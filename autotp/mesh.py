@@ -73,9 +73,9 @@ def attach(tp: int | None = None, pp: int = 1, dp: int = 1) -> Mesh:
     Raises LaunchError when there is nothing to attach to or the sizes do not fit the world.
     """
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp)):
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             taken = " None takes all." if name == "tp" else ""
-            raise LaunchError(f"{name}={size}: give a number of processes, at least 1.{taken}")
+            raise LaunchError(f"{name}={size!r}: give a number of processes, at least 1.{taken}")
     if not started():
         if (tp, pp, dp) == (1, 1, 1):
             return Mesh.of(ShapeComm(0, 1))

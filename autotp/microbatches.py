@@ -27,6 +27,8 @@ def split_batch(
     """
     if not isinstance(batch, Mapping) and not hasattr(batch, "keys"):
         raise TrainError(f"the batch is a {type(batch).__name__}: give a dict of the model's arguments.")
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TrainError(f"microbatches={count!r}: give a whole number.")
     values = {name: batch[name] for name in batch.keys()}
     rows = _rows(values)
     if count < 1 or rows % count:

@@ -9,11 +9,13 @@ never taken for one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,9 +59,11 @@ def save_training(
     meet(everyone(model), "autotp.save_training", PATIENCE)
     target = Path(directory).absolute()
     entries: dict[str, Entry] = {}
+    claim = ExitStack()  # until all is written
 
     def collect() -> tuple[str, dict[str, Any]]:
         if _leads():
+            claim.enter_context(_claimed(target))
             _make_room(target)
         parts = {**model_entries(model), **optimizer_entries(model, optimizer)}
         entries.update((name, entry.to_write(copy=not wait)) for name, entry in parts.items())
@@ -72,25 +76,37 @@ def save_training(
             ) from error
         return str(target), settings
 
-    told = _told(model, collect)
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != told[0][0]:
-            raise RankError(
-                f"autotp.save_training: rank 0 writes to {told[0][0]}, rank {rank} to {theirs}. A checkpoint "
-                "has parts of all ranks: give the same directory on every rank, one that all of them see."
-            )
-    text = json.dumps({"extra": dict(extra or {}), **merged([settings for _, settings in told])})
+    def write(text: str, group: dist.ProcessGroup | None) -> None:
+        with claim:
+            _write(target, entries, text, group)
+
+    try:
+        told = _told(model, collect)
+        _same_place([theirs for theirs, _ in told])
+        text = json.dumps({"extra": dict(extra or {}), **merged([settings for _, settings in told])})
+        # Its own group: training's collectives go on over the other one, in an order of their own.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() and not wait else None
+    except BaseException:
+        claim.close()
+        raise
     if wait:
-        _write(target, entries, text, None)
+        write(text, None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    # Its own group: training's collectives go on over the other one, in an order of their own.
-    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     pool = ThreadPoolExecutor(1, thread_name_prefix="autotp-save")
-    future = pool.submit(_write, target, entries, text, group)
+    future = pool.submit(write, text, group)
     pool.shutdown(wait=False)
     return future
+
+
+def _same_place(places: list[str]) -> None:
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise RankError(
+                f"autotp.save_training: rank 0 writes to {places[0]}, rank {rank} to {place}. A checkpoint "
+                "has parts of all ranks: give the same directory on every rank, one that all of them see."
+            )
 
 
 def load_training(
@@ -173,6 +189,32 @@ def _leads() -> bool:
 
 def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
+
+
+@contextmanager
+def _claimed(target: Path) -> Iterator[None]:
+    """Nobody else writes to `target`: a second save would take away what the first one is writing. The system
+    lets go of the claim of a process that ends."""
+    lock = _beside(target, "lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{target} is being written by a save that has not ended. Wait for the future that "
+                "save_training(wait=False) gave (.result()), or save to another directory."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _make_room(target: Path) -> None:

@@ -396,5 +396,5 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
     try:
         action()
     except (OSError, AutotpError, ValueError, RuntimeError) as error:
-        return error
+        return CheckpointError(f"could not be saved: {error}") if isinstance(error, OSError) else error
     return None

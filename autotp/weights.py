@@ -17,7 +17,7 @@ from .api import mesh_over, split_model
 from .checkpoint import locate, open_checkpoint
 from .comm import Comm, ProcessComm
 from .data_parallel import keep_copies_alike
-from .errors import AutotpError, CheckpointError
+from .errors import AutotpError, CheckpointError, PlanError
 from .lazy import fill, read, sources
 from .mesh import Mesh
 from .pipeline.absent import Absent
@@ -77,7 +77,7 @@ def load(
     were not asked for. Raises ModelSourceError for the config, and what `parallelize` raises."""
     mesh = mesh_over(comm, tp, pp, dp)
     ranks = mesh.tp
-    where = torch.device(device) if device is not None else default_device(mesh.world)
+    where = stated_device(device) if device is not None else default_device(mesh.world)
     with together(mesh.world):
         root = _fetched(path, mesh.world, allow_pickle)
         shards = find_shards(root)
@@ -146,6 +146,18 @@ def together(comm: Comm) -> Iterator[None]:
         agree(comm, failed if failed is not None else "")
     except AutotpError as error:
         raise (failed or error) from None
+
+
+def stated_device(device: torch.device | str) -> torch.device:
+    """The device that a user named. Raises PlanError where this process has none such."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise PlanError(
+            f"device={device!r}: this process can't use it ({str(error).splitlines()[0]}). Leave it out for "
+            "the GPU of this process where the ranks talk over NCCL, else the CPU."
+        ) from None
+    return torch.device(device)
 
 
 def default_device(comm: Comm) -> torch.device:

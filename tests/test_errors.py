@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.comm import Comm, simulate
-from autotp.errors import AutotpError, CaptureError, LaunchError, PlanError
+from autotp.errors import AutotpError, CaptureError, CheckpointError, LaunchError, PlanError, TrainError
+from autotp.weights import stated_device
 
 X = torch.ones(2, 8)
 
@@ -83,6 +84,9 @@ def test_one_process_needs_no_launcher() -> None:
     [
         ({"tp": 0}, LaunchError, "tp=0: give a number of processes"),
         ({"tp": -3}, LaunchError, "tp=-3: give a number of processes"),
+        ({"tp": True}, LaunchError, "tp=True: give a number of processes"),
+        ({"tp": 1, "dp": "2"}, LaunchError, "dp='2': give a number of processes"),
+        ({"tp": 1, "stages": 1.5}, PlanError, r"stages=1\.5: give a number of stages, or the names"),
         ({"tp": 1, "pp": 2}, LaunchError, "tp=1 x pp=2 needs several processes"),
     ],
 )
@@ -125,6 +129,8 @@ def test_a_model_that_cannot_be_captured_names_the_line_and_why(model: nn.Module
     [
         ({"y": X}, r"do not fit Mlp.forward\(x.*'x'.*dict by argument name"),
         ({}, "missing a required argument: 'x'"),
+        (3, "are of type int: give a dict by argument name"),
+        ("x", "are of type str: give a dict by argument name"),
         ((X, X), "too many positional arguments"),
         ({"x": torch.ones(2, 9)}, r"2, 9\] X \[8, 16.*others as example inputs"),
     ],
@@ -271,3 +277,23 @@ def test_a_split_model_is_not_pickled() -> None:
 
     with pytest.raises(AutotpError, match=r"can't be pickled.*\n?.*autotp.save"):
         simulate(2, pickled)
+
+
+@pytest.mark.parametrize("count", [2.0, "2", True])
+def test_micro_batches_are_whole_numbers(count: Any) -> None:
+    model = autotp.parallelize(Mlp(), tp=1, example_inputs={"x": X})
+    with pytest.raises(TrainError, match="microbatches=.*: give a whole number"):
+        autotp.train_step(model, {"x": X}, count)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Any) -> None:
+    model = autotp.parallelize(Mlp(), tp=1, example_inputs={"x": X})
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        autotp.save(model, tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu0", 3.5])
+def test_a_device_that_is_not_there(device: Any) -> None:
+    with pytest.raises(PlanError, match="this process can't use it"):
+        stated_device(device)

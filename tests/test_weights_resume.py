@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_weights import built
 from torch import nn
 
 import autotp
+from autotp import resume
 from autotp.comm import simulate
 from autotp.entries import Writer
 from autotp.errors import CheckpointError, PlanError, RankError
@@ -182,6 +184,29 @@ def test_a_crash_leaves_the_previous_checkpoint(alone: Any, monkeypatch: pytest.
     assert load_training(path, other) == {"step": 2}
     assert all(torch.equal(p, saved[n] + 1) for n, p in other.named_parameters())
     assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
+def test_two_saves_into_one_directory(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one would take away what the first is writing: it is refused until that is done."""
+    model, optimizer, path = alone
+    go_on, write = threading.Event(), resume._write
+
+    def held_up(*args: Any) -> None:
+        assert go_on.wait(30)
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "_write", held_up)
+        first = save_training(path, model, optimizer, extra={"step": 2}, wait=False)
+    with pytest.raises(CheckpointError, match="is being written by a save that has not ended"):
+        save_training(path, model, optimizer, extra={"step": 3})
+    save_training(path.parent / "other", model, optimizer)
+    go_on.set()
+    first.result(30)
+    assert load_training(path, model) == {"step": 2}
+    save_training(path, model, optimizer, extra={"step": 3})
+    assert load_training(path, model) == {"step": 3}
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name, "other"]
 
 
 def test_only_a_checkpoint_is_replaced(alone: Any, tmp_path: Path) -> None:

@@ -41,11 +41,12 @@ def generate(model: nn.Module, groups: int | None = None, **kwargs: Any) -> Tens
     if pipeline is None or pipeline.channel is None:
         raise AutotpError("autotp.generate is for a model in pipeline stages: parallelize(model, pp=2).")
     rows = next((len(v) for v in kwargs.values() if isinstance(v, Tensor) and v.dim()), 0)
-    count = min(pipeline.size if groups is None else groups, rows)
+    wanted = pipeline.size if groups is None else groups
     _refuse(model, kwargs)
-    if count < 1:
-        raise AutotpError(f"groups={groups} of a batch of {rows} rows: give tensors by name, and 1 group or "
-                          "more.")
+    if not isinstance(wanted, int) or min(wanted, rows) < 1:
+        raise AutotpError(f"groups={groups!r} of a batch of {rows} rows: give tensors by name, and 1 group "
+                          "or more.")
+    count = min(wanted, rows)
     sizes = [rows // count + (i < rows % count) for i in range(count)]
     shares = [
         {name: v.split(sizes)[i] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v

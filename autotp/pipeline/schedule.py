@@ -188,7 +188,10 @@ def _schedule(name: str, stages: list[Any], count: int, ranks: int) -> Any:
     several = len(stages) > 1
     if name == "1f1b" and not several:
         if count < ranks:
-            raise TrainError(f"schedule 1f1b over {ranks} stages needs {ranks} micro-batches or more.")
+            raise TrainError(
+                f"schedule 1f1b over {ranks} stages needs {ranks} micro-batches or more, not {count}: give "
+                "more, or schedule='gpipe'."
+            )
         return pipelining.Schedule1F1B(stages[0], count, **options)
     if name == "gpipe":
         return (pipelining.ScheduleLoopedBFS(stages, count, **options) if several

@@ -53,8 +53,8 @@ def search(
         raise SearchError(
             f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."
         )
-    if batch < 1:
-        raise SearchError(f"batch={batch}: must be at least 1.")
+    if not isinstance(batch, int) or batch < 1:
+        raise SearchError(f"batch={batch!r}: must be a whole number, at least 1.")
     known = {
         "tp",
         "pp",
