@@ -5,16 +5,18 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .coded import CodedWeight, as_stored
 from .comm import Comm
-from .errors import ShardStateError
+from .errors import RankError, ShardStateError
 from .gradients import global_norms, marked, plain, spread_of, watch
 from .late import Watchman
 from .layers.attention import turn_off_fast_path
@@ -207,9 +209,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     kept.
 
     Collective: every rank must call it. Whole tensors are the model's own, as in `state_dict()`; a model that
-    is not parallelized gives its `state_dict()`. Needs memory for one whole model on each rank.
+    is not parallelized gives its `state_dict()`. Needs memory for one whole model on each rank. Raises
+    RankError where another rank has ended, or does not come within the group's timeout.
     """
-    with torch.no_grad():
+    with torch.no_grad(), naming_ranks(model, "autotp.full_state_dict"):
         tensors = model.state_dict(keep_vars=True)
         held = {id(tensor): (comm, how) for module in model.modules() for comm, mine in _held_by(module)
                 for name, tensor in _own_tensors(module) if (how := mine.get(name))}
@@ -223,6 +226,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 done[id(tensor)] = _from_stages(model, name, tensor, held.get(id(tensor)))
             full |= as_stored(name, done[id(tensor)])
         return full
+
+
+@contextmanager
+def naming_ranks(model: nn.Module, what: str) -> Iterator[None]:
+    """Where the backend fails in it as other ranks are gone, the error says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        comm = getattr(getattr(model, "autotp", None), "comm", None)
+        if comm is None or not (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            raise
+        raise RankError(
+            f"{what}: tp rank {comm.rank} of {comm.size} waited for another rank, which has ended or did not "
+            f"call it. Call it on every rank. The backend says: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def weight_norms(model: nn.Module, ord: float = 2.0) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,15 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.comm import Comm, simulate
-from autotp.errors import AutotpError, CaptureError, CheckpointError, LaunchError, PlanError, TrainError
+from autotp.errors import (
+    AutotpError,
+    CaptureError,
+    CheckpointError,
+    LaunchError,
+    PlanError,
+    RankError,
+    TrainError,
+)
 from autotp.weights import stated_device
 
 X = torch.ones(2, 8)
@@ -297,3 +306,16 @@ def test_a_place_that_cannot_be_written(tmp_path: Any) -> None:
 def test_a_device_that_is_not_there(device: Any) -> None:
     with pytest.raises(PlanError, match="this process can't use it"):
         stated_device(device)
+
+
+def _alone_in_full_state_dict(rank: int) -> str:
+    model = autotp.parallelize(Mlp(), 2, example_inputs={"x": X})
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RankError, match=r"full_state_dict: tp rank 0 of 2 waited") as told:
+        autotp.full_state_dict(model)
+    return str(told.value)
+
+
+def test_a_rank_alone_in_full_state_dict() -> None:
+    assert "has ended or did not call it" in distributed.run(2, _alone_in_full_state_dict, lost=(1,))[0]
