@@ -86,8 +86,7 @@ class _Digest:
     _modules: dict[str, None] = field(default_factory=dict)  # names of Python modules still to be looked at
 
     def put(self, text: str) -> None:
-        self.sha.update(text.encode("utf-8", "surrogatepass"))
-        self.sha.update(b"\0")
+        self.sha.update(f"{text}\0".encode("utf-8", "surrogatepass"))
 
     # ------------------------------------------------------------ the model
     def value(self, value: Any) -> None:

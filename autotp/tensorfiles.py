@@ -8,11 +8,14 @@ tensor without any being held whole."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import math
+import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +34,8 @@ CHUNK = 16 << 20  # bytes that are on the way at a time
 SHORT_RUN = (
     256  # bytes; shorter runs are cheaper to read with what lies between them: the disk gives pages anyway
 )
+_POPULATED = 1 << 20  # bytes; smaller tensors come from memory that is in use already
+_MADV_POPULATE_WRITE = 23  # of Linux's mman-common.h; the mmap module does not name it
 
 # In the order in which safetensors puts them into a file (Dtype in its tensor.rs), last first.
 _DTYPES: dict[str, torch.dtype] = {
@@ -143,6 +148,24 @@ def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def populated(tensor: Tensor) -> Tensor:
+    """`tensor`, new and on its way to be filled: where it is in the CPU's memory, Linux gives it all its
+    pages at once rather than one by one as they are written. Before Linux 5.14 nothing follows.
+
+    Pages of 2 MB (MADV_HUGEPAGE) took three times as long to get on a virtual machine."""
+    size = tensor.numel() * tensor.element_size()
+    if sys.platform == "linux" and tensor.device.type == "cpu" and size >= _POPULATED:
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+    return tensor
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class _Reader:

@@ -34,7 +34,7 @@ from .pretrained import (
 )
 from .quantised import components, is_packed, put_in, rebuilt
 from .same import agree
-from .tensorfiles import FileTensor, Region, whole_region
+from .tensorfiles import FileTensor, Region, populated, whole_region
 
 
 def load(
@@ -211,7 +211,7 @@ def fill_shards(
     for key, tensor in tensors.items():
         how = next((held[n] for n in names[key] if n in held), None)
         source = next(found[n] for n in names[key] if n in found)
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        values = populated(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         if how is not None and how.once and rank > 0:
             values.zero_()
         else:
