@@ -5,6 +5,7 @@ are not it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def search(
         raise SearchError(
             f"seq={seq}, but the workload was counted at {workload.seq} tokens. Count it again."
         )
-    if not isinstance(batch, int) or batch < 1:
+    if not isinstance(batch, Integral) or batch < 1:
         raise SearchError(f"batch={batch!r}: must be a whole number, at least 1.")
     known = {
         "tp",
