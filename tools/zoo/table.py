@@ -142,7 +142,10 @@ def main() -> int:
     import transformers
 
     today = datetime.date.today().isoformat()
-    versions = f"{today}, torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    versions = (
+        f"Rows are of runs up to {today}, the last with torch {torch.__version__.split('+')[0]} and "
+        f"transformers {transformers.__version__}"
+    )
     from . import tiny
 
     tables = {task: rows for task in tiny.TASKS if (rows := rows_of(task))}
