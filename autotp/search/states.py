@@ -35,7 +35,7 @@ def with_states(workload: Workload, model: nn.Module) -> Workload:
         try:
             short, long = (_kept(model, some, length) for length in LENGTHS)
             break
-        except Exception:  # noqa: S112 any of the model's own
+        except Exception:  # any of the model's own
             continue
     else:
         return workload
